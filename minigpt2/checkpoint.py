@@ -1,0 +1,199 @@
+"""A name or a folder -> a loaded GPT2, and a GPT2 -> a folder that transformers opens."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minigpt2.config import GPT2Config
+from minigpt2.hub import CheckpointError, find, shard_names
+from minigpt2.model import GPT2
+
+# Causal masks that old checkpoints store beside the weights, by exact name: c_attn.bias also ends
+# in "attn.bias".
+MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+# What torch.compile and DistributedDataParallel put in front of a key, and transformers' own
+# prefix.
+PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:transformer\.)?")
+
+
+def load_pretrained(
+    name_or_folder: str | Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> GPT2:
+    """Load a checkpoint, in evaluation mode. Nothing is initialised at random, and float32 files
+    asked for in float32 stay memory-mapped: pages are read when a forward pass first touches them.
+
+    Args:
+        name_or_folder, revision, local_files_only: as in hub.find.
+        dtype: convert the weights to this.
+
+    Raises:
+        CheckpointError: it cannot be found, or its files and GPT2's parameters do not match one to
+            one.
+    """
+    folder = find(name_or_folder, revision, local_files_only)
+    try:
+        config = GPT2Config.from_json(folder / "config.json")
+        tensors = _tie(_collect(folder), config, folder)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{error.filename}: no such file in the checkpoint") from None
+    except (ValueError, OSError) as error:
+        raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from None
+    # Counted before the model is built: a config that asks for a million layers is not obeyed.
+    layers = len({key.split(".")[1] for key in tensors if re.match(r"h\.\d+\.", key)})
+    if layers != config.n_layer:
+        raise CheckpointError(
+            f"{folder}: config.json says n_layer {config.n_layer}, the weights have {layers} layers"
+        )
+    with torch.device("meta"):  # shapes without memory
+        model = GPT2(config)
+    _check_match(model.state_dict(), tensors, folder)
+    converted = {key: tensor.to(device=device, dtype=dtype) for key, tensor in tensors.items()}
+    model.load_state_dict(converted, assign=True)
+    return model.eval()
+
+
+def save_pretrained(model: GPT2, folder: str | Path) -> None:
+    """Write config.json and model.safetensors, as transformers' save_pretrained names and lays them
+    out.
+
+    A tied head is stored once. Each file appears whole or not at all: it is written under a
+    temporary name first.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {_saved_name(key): tensor.contiguous() for key, tensor in model.state_dict().items()}
+    config = model.config.to_dict() | {"dtype": str(model.wte.weight.dtype).removeprefix("torch.")}
+    replace_file(
+        folder / "model.safetensors",
+        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
+    )
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file, then put it in the place of `path` in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _saved_name(key: str) -> str:
+    return key if key.startswith("lm_head.") else "transformer." + key
+
+
+def _collect(folder: Path) -> dict[str, Tensor]:
+    """All weights of a folder under GPT2's own keys: no prefix, no mask buffers."""
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(folder):
+        for stored_key, tensor in _read(file).items():
+            key = PREFIX.sub("", stored_key)
+            if MASK_BUFFER.fullmatch(key):
+                continue
+            if key in tensors:
+                raise CheckpointError(f"{file}: {key} is stored twice")
+            if not tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{file}: {stored_key} holds {tensor.dtype}, expected floating-point weights"
+                )
+            tensors[key] = tensor
+    return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    for name in ("model.safetensors", index.name, "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return (
+                [folder / shard for shard in shard_names(index)]
+                if name == index.name
+                else [folder / name]
+            )
+    raise CheckpointError(f"{folder}: no model.safetensors, nor shards, nor pytorch_model.bin")
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of one file, memory-mapped."""
+    try:
+        if (
+            file.suffix == ".bin"
+        ):  # weights_only: a pickle that holds anything but tensors is refused, not run
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return {key: tensor for key, tensor in loaded.items() if isinstance(tensor, Tensor)}
+        with safe_open(file, framework="pt") as opened:
+            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # the two readers raise many kinds
+        raise CheckpointError(f"{file}: {_diagnose(file)}: {str(error).splitlines()[0]}") from None
+
+
+def _diagnose(file: Path) -> str:
+    """What an unreadable weights file seems to be, judged by its first bytes, and the remedy."""
+    with file.open("rb") as opened:
+        start = opened.read(64).lstrip()
+    for mark, kind in (
+        (b"version https://git-lfs", "a git-lfs pointer, not the weights: run `git lfs pull`"),
+        (b"<", "an HTML page, not weights: download the file itself"),
+        (b"PK", "a PyTorch zip or pickle: convert it to safetensors with transformers"),
+        (b"\x80", "a Python pickle: convert it to safetensors with transformers"),
+    ):
+        if start.startswith(mark) and not (file.suffix == ".bin" and mark in (b"PK", b"\x80")):
+            return kind
+    return "damaged or cut short: download it again"
+
+
+def _tie(tensors: dict[str, Tensor], config: GPT2Config, folder: Path) -> dict[str, Tensor]:
+    """One table for both ends of a tied model, from whichever of wte and lm_head the file holds."""
+    if not config.tie_word_embeddings or "lm_head.weight" not in tensors:
+        return tensors
+    head = tensors.pop("lm_head.weight")
+    table = tensors.setdefault("wte.weight", head)
+    if not torch.equal(table, head):
+        raise CheckpointError(
+            f"{folder}: lm_head.weight and wte.weight differ, but config.json ties them: "
+            "set tie_word_embeddings to false there if the head is one of its own"
+        )
+    return tensors
+
+
+def _check_match(expected: dict[str, Tensor], found: dict[str, Tensor], folder: Path) -> None:
+    """See that keys and shapes agree one to one, and list together all that do not."""
+    problems = [
+        f"missing {key} {tuple(expected[key].shape)}" for key in expected if key not in found
+    ]
+    problems += [
+        f"unexpected {key} {tuple(found[key].shape)}" for key in found if key not in expected
+    ]
+    for key in expected.keys() & found.keys():
+        if found[key].shape != expected[key].shape:
+            have, need = tuple(found[key].shape), tuple(expected[key].shape)
+            problems.append(f"{key} has shape {have}, config.json needs {need}")
+    if problems:
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise CheckpointError(
+            f"{folder}: the weights do not fit: {'; '.join(sorted(problems)[:20])}{more}"
+        )

@@ -1,0 +1,458 @@
+"""Generate text from a shell: python -m minigpt2.generate "Once upon a time"
+
+Standard output carries the text (or JSON) and nothing else. torch is imported once the options are
+known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from minigpt2 import __version__, hub
+from minigpt2.options import GenerationOptions
+
+if TYPE_CHECKING:
+    from minigpt2.model import GPT2
+    from minigpt2.streaming import TextStep
+    from minigpt2.tokenizer import Tokenizer
+
+PROG = "minigpt2.generate"
+EPILOG = r"""\ Greedy by default. Any of --do-sample, --temperature, --top-k, --top-p and --min-p
+turns sampling on; scores pass through the repetition penalty, temperature, top-k, top-p and min-p
+in this order. Hugging Face's generate has a hidden top_k of 50 when it samples; here top-k is off
+unless asked for.
+
+Exit status: 0 fine, 1 failure, 2 wrong usage, 130 interrupted (the text so far stands), 141 the
+reader went away. """
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog=PROG,
+        description="Continue a text with GPT-2.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
+    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
+    add("-f", "--file", type=Path, help="read the prompt from a file")
+    add(
+        "-m",
+        "--model",
+        default="auto",
+        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, tales (ships with minigpt2), "
+        "a folder or a Hub id; default: gpt2 where it can be had, else tales",
+    )
+    add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
+    add("--offline", action="store_true", help="open no connection")
+    add("-n", "--max-new-tokens", type=int, default=50)
+    add("--min-new-tokens", type=int, default=0, help="no end of text before so many")
+    add(
+        "--do-sample",
+        action="store_true",
+        help="draw tokens by their probability instead of taking the best",
+    )
+    add("-t", "--temperature", type=float, help="below 1 bolder, above 1 wilder; 0 is greedy")
+    add("--top-k", type=int, help="draw from the k best tokens; 0 is off")
+    add("--top-p", type=float, help="draw from the smallest set that holds this probability")
+    add("--min-p", type=float, help="drop tokens below this share of the best one's probability")
+    add("--repetition-penalty", type=float, default=1.0)
+    add("--no-repeat-ngram-size", type=int, default=0, help="no n-gram twice")
+    add("-s", "--seed", type=int, help="repeat a run; drawn and shown where not given")
+    add(
+        "--num-return-sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="several texts, --- between them",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text; may be repeated",
+    )
+    add("--ignore-eos", action="store_true", help="go on past <|endoftext|>")
+    add(
+        "--plain-special",
+        action="store_true",
+        help="take <|endoftext|> in the prompt as plain characters",
+    )
+    add(
+        "--context-overflow",
+        choices=("stop", "slide", "error"),
+        default="stop",
+        help="past n_positions: stop, go on with the last n_positions tokens, or refuse beforehand",
+    )
+    add(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="show tokens as they come",
+    )
+    add(
+        "--echo",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print the prompt before the text",
+    )
+    add("--json", action="store_true", help="one JSON object per text and line")
+    add(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log-probabilities, and the N best alternatives",
+    )
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--color", choices=("auto", "always", "never"), default="auto", help="prompt in bold")
+    add("-q", "--quiet", action="store_true", help="no hints, no statistics")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="statistics always, and a traceback with an error",
+    )
+    add("--version", action="version", version=f"minigpt2 {__version__}")
+    return parser
+
+
+def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
+    """The one prompt that was given. Exactly one final newline of a file or of standard input is
+    dropped."""
+    given = [str(source) for source in (args.text, args.prompt, args.file) if source is not None]
+    if len(given) > 1:
+        parser.error("give one prompt: as an argument, with --prompt or with --file")
+    if args.file is not None:
+        with args.file.open("rb") as file:
+            content = file.read()
+    elif args.text == "-" or not given:
+        if not given and sys.stdin.isatty():
+            parser.error(f'no prompt; for example: python -m {PROG} "Once upon a time"')
+        content = sys.stdin.buffer.read()
+    else:
+        return given[0]
+    text: str = content.decode("utf-8", errors="surrogateescape")
+    return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
+
+
+def build_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of GenerationOptions that the flags set, checked.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    sampling = ("temperature", "top_k", "top_p", "min_p")
+    fixed = (
+        "max_new_tokens",
+        "min_new_tokens",
+        "repetition_penalty",
+        "no_repeat_ngram_size",
+        "context_overflow",
+    )
+    options = {name: getattr(args, name) for name in fixed}
+    options |= {name: getattr(args, name) for name in sampling if getattr(args, name) is not None}
+    options["do_sample"] = args.do_sample or any(
+        getattr(args, name) is not None for name in sampling
+    )
+    if args.ignore_eos:
+        options["eos_token_id"] = ()
+    GenerationOptions(num_return_sequences=args.num_return_sequences, **options)
+    return options
+
+
+def check_usage(args: argparse.Namespace) -> None:
+    """What argparse cannot see.
+
+    Raises:
+        ValueError: flags that contradict each other, or are out of range.
+    """
+    if "" in args.stop:
+        raise ValueError("--stop must not be empty")
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs needs --json")
+    if args.logprobs is not None and not 0 <= args.logprobs <= 50:
+        raise ValueError(f"--logprobs must be from 0 to 50, got {args.logprobs}")
+    if args.seed is not None and not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {args.seed}")
+
+
+class Out:
+    """Standard output that holds back newlines at the end, so that text always closes with exactly
+    one."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._stream: TextIO = sys.stdout
+        if hasattr(self._stream, "reconfigure"):
+            self._stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
+        self._flush = args.stream
+        self._newlines = ""
+        color = (
+            self._stream.isatty()
+            and "NO_COLOR" not in os.environ
+            and os.environ.get("TERM") != "dumb"
+        )
+        self._bold = args.color == "always" or args.color == "auto" and color
+
+    def write(self, text: str, bold: bool = False) -> None:
+        body = text.rstrip("\n")
+        if body:
+            styled = (
+                f"\x1b[1m{self._newlines}{body}\x1b[0m"
+                if bold and self._bold
+                else self._newlines + body
+            )
+            self._stream.write(styled)
+            self._newlines = ""
+        self._newlines += text[len(body) :]
+        if self._flush:
+            self._stream.flush()
+
+    def end(self) -> None:
+        """The one newline."""
+        self._newlines = ""
+        self._stream.write("\n")
+        self._stream.flush()
+
+
+class Run:
+    """One call: the model is loaded, tokens are drawn, and what came out is kept for text, JSON and
+    statistics."""
+
+    def __init__(
+        self, args: argparse.Namespace, prompt: str, options: dict[str, Any], name: str
+    ) -> None:
+        import torch
+
+        from minigpt2.model import GPT2
+        from minigpt2.streaming import prompt_ids
+        from minigpt2.tokenizer import Tokenizer
+
+        started = time.perf_counter()
+        folder = hub.find(name, args.revision, args.offline)
+        self.args, self.prompt, self.options, self.name = args, prompt, options, name
+        self.model: GPT2 = GPT2.from_pretrained(
+            folder, dtype=getattr(torch, args.dtype), device=pick_device(args)
+        )
+        self.tokenizer: Tokenizer = Tokenizer.from_pretrained(folder)
+        ids = self.tokenizer.encode(prompt, special=not args.plain_special)
+        self.token_ids = prompt_ids(self.tokenizer, ids)
+        self.echo = self.tokenizer.decode(ids)
+        self.revision = args.revision or (
+            hub.OFFICIAL[name].revision if name in hub.OFFICIAL else None
+        )
+        self.samples = GenerationOptions(**options).samples
+        self.seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
+        self.rows: list[list[TextStep]] = [[] for _ in range(args.num_return_sequences)]
+        self.timing = {"load_s": time.perf_counter() - started}
+
+    def steps(self) -> Iterator[dict[int, TextStep]]:
+        """Draw tokens, and note each in its row."""
+        import torch
+
+        from minigpt2.streaming import stream_rows
+
+        generator = torch.Generator(self.model.wte.weight.device).manual_seed(self.seed)
+        started = time.perf_counter()
+        for step in stream_rows(
+            self.model,
+            self.tokenizer,
+            self.token_ids,
+            len(self.rows),
+            self.args.stop,
+            self.args.logprobs or 0,
+            generator,
+            **self.options,
+        ):
+            self.timing.setdefault("first_token_s", time.perf_counter() - started)
+            self.timing["generate_s"] = time.perf_counter() - started
+            for row, text_step in step.items():
+                self.rows[row].append(text_step)
+            yield step
+
+    def finish_reason(self, row: int, interrupted: bool) -> str:
+        steps = self.rows[row]
+        reason = steps[-1].finish_reason if steps else "length"
+        return reason or ("interrupted" if interrupted else "length")
+
+    def to_json(self, row: int, interrupted: bool) -> str:
+        steps = self.rows[row]
+        result: dict[str, Any] = {
+            "model": self.name,
+            "revision": self.revision,
+            "prompt": self.echo,
+            "prompt_token_ids": self.token_ids,
+            "text": "".join(step.text for step in steps),
+            "token_ids": [step.token_id for step in steps],
+            "finish_reason": self.finish_reason(row, interrupted),
+            "settings": {
+                **dataclasses.asdict(GenerationOptions(**self.options)),
+                "seed": self.seed if self.samples else None,
+                "stop": self.args.stop,
+                "dtype": self.args.dtype,
+                "device": str(self.model.wte.weight.device),
+            },
+            "usage": {"prompt_tokens": len(self.token_ids), "completion_tokens": len(steps)},
+            "timing_s": {
+                name.removesuffix("_s"): round(value, 4) for name, value in self.timing.items()
+            },
+        }
+        if self.args.logprobs is not None:
+            result["logprobs"] = [self._logprob_entry(step) for step in steps]
+        return json.dumps(result, ensure_ascii=True)
+
+    def _logprob_entry(self, step: TextStep) -> dict[str, Any]:
+        alternatives = [
+            {"token_id": token_id, "token": self.tokenizer.piece(token_id), "logprob": logprob}
+            for token_id, logprob in step.top_logprobs
+        ]
+        piece = self.tokenizer.piece(step.token_id)
+        return {
+            "token_id": step.token_id,
+            "token": piece,
+            "logprob": step.logprob,
+            "top": alternatives,
+        }
+
+    def statistics(self, interrupted: bool) -> str:
+        count = sum(map(len, self.rows))
+        speed = count / self.timing["generate_s"] if count else 0.0
+        reasons = {self.finish_reason(row, interrupted): None for row in range(len(self.rows))}
+        parts = [
+            self.name,
+            str(self.model.wte.weight.device),
+            self.args.dtype,
+            f"{len(self.token_ids)} prompt tokens",
+            f"{count} tokens",
+            f"{speed:.1f} tok/s",
+            *([f"seed {self.seed}"] if self.samples else []),
+            "/".join(reasons),
+        ]
+        return ", ".join(parts)
+
+
+def pick_device(args: argparse.Namespace) -> str:
+    """The device asked for, or the fastest there is.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    import torch
+
+    if args.device == "auto":
+        return (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    return str(args.device)
+
+
+def write_texts(run: Run, out: Out) -> None:
+    """Text mode: the first row as it grows, the others after it."""
+    for row in range(len(run.rows)):
+        if row:
+            out.end()
+            out.write("---\n")
+        if run.args.echo:
+            out.write(run.echo, bold=True)
+        if row == 0:
+            for step in run.steps():
+                if 0 in step:
+                    out.write(step[0].text)
+        else:
+            out.write("".join(step.text for step in run.rows[row]))
+
+
+def note(args: argparse.Namespace, message: str) -> None:
+    """One line on standard error, unless --quiet."""
+    if not args.quiet:
+        print(f"{PROG}: {message}", file=sys.stderr, flush=True)
+
+
+def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
+    name = args.model
+    if name == "auto":
+        name, reason = hub.auto(args.offline)
+        note(args, f"model {name}: {reason}")
+    run = Run(args, prompt, options, name)
+    if not prompt:
+        note(args, "empty prompt: starting from <|endoftext|>")
+    if prompt.endswith(" "):
+        note(args, "the prompt ends in a space, but words begin with theirs: better leave it out")
+    if run.samples and args.seed is None:
+        note(args, f"seed {run.seed}")
+    out = Out(args)
+    interrupted = False
+    try:
+        if args.json:
+            for _ in run.steps():
+                pass
+        else:
+            write_texts(run, out)
+    except KeyboardInterrupt:
+        interrupted = True
+    if args.json:
+        for row in range(len(run.rows)):
+            out.write(run.to_json(row, interrupted) + "\n")
+    out.end()
+    if args.verbose or sys.stderr.isatty():
+        note(args, run.statistics(interrupted))
+    return 130 if interrupted else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        options = build_options(args)
+        check_usage(args)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        return work(args, read_prompt(args, parser), options)
+    except BrokenPipeError:
+        # The reader has what it wanted. What is still buffered goes nowhere, or Python would
+        # complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if args.verbose:
+            traceback.print_exc()
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"{PROG}: error: {message}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

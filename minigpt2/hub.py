@@ -1,0 +1,271 @@
+"""The name of a checkpoint -> the folder that holds its files, downloaded first where need be.
+
+This module imports neither torch nor, until something is to be downloaded, huggingface_hub's
+network half: a wrong name is refused, and a cached one found, within milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import socket
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+PACKAGE = Path(__file__).parent
+VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.json")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged or not a GPT-2 that minigpt2 implements; the message says
+    what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Official:
+    """Where one of the official checkpoints lies, and what is known of its model.safetensors."""
+
+    repo_id: str
+    revision: str
+    n_bytes: int
+    sha256: str | None = None
+
+
+OFFICIAL = {
+    "gpt2": Official(
+        "openai-community/gpt2",
+        "607a30d783dfa663caf39e06633721c8d4cfcd7e",
+        548105171,
+        "248dfc3911869ec493c76e65bf2fcf7f615828b0254c12b473182f0f81d3a707",
+    ),
+    # The sizes of medium, large and xl follow from their layout; no record of the first two's
+    # hashes was found.
+    "gpt2-medium": Official(
+        "openai-community/gpt2-medium", "6dcaa7a952f72f9298047fd5137cd6e4f05f41da", 1519984962
+    ),
+    "gpt2-large": Official(
+        "openai-community/gpt2-large", "32b71b12589c2f8d625668d2335a01cac3249519", 3247159078
+    ),
+    "gpt2-xl": Official(
+        "openai-community/gpt2-xl",
+        "15ea56dee5df4983c59b2538573817e1667135e2",
+        6431829964,
+        "0f8b28eb05a8075f48b61b6f35332978c74fc7763fa9fb4051a1c30511736a6a",
+    ),
+    "distilgpt2": Official(
+        "distilbert/distilgpt2",
+        "2290a62682d06624634c1f46a6ad5be0f47f38aa",
+        352824413,
+        "e1ff18884359fe8beb795a5f414feb85a6ce3d929ad019c0d958c039d2b94a1b",
+    ),
+}
+
+
+def find(
+    name_or_folder: str | Path, revision: str | None = None, local_files_only: bool = False
+) -> Path:
+    """The folder of a checkpoint's files.
+
+    gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2 (at a pinned commit unless `revision` is
+    given) and tales always mean those models; write ./gpt2 for a folder of that name. Anything else
+    is a folder if there is one, and a Hub id otherwise. What is in Hugging Face's cache is used as
+    it lies, without asking the network.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it cannot be had now.
+    """
+    name = str(name_or_folder)
+    if name == "tales":
+        return _tales()
+    if name not in OFFICIAL and Path(name).is_dir():
+        return Path(name)
+    if name not in OFFICIAL and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise CheckpointError(f"{name}: no such folder")
+    official = OFFICIAL.get(name)
+    revision = revision or (official.revision if official else "main")
+    repo_id = official.repo_id if official else name
+    for cached_id in dict.fromkeys(
+        (repo_id, name)
+    ):  # transformers caches "gpt2" under the name it was asked for
+        folder = _snapshot(cached_id, revision)
+        if not missing_files(folder):
+            return folder
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        missing = ", ".join(missing_files(_snapshot(repo_id, revision)))
+        raise CheckpointError(
+            f"{name} is not on this machine ({missing} missing in Hugging Face's cache "
+            f"{constants.HF_HUB_CACHE} at revision {revision}): load it once without --offline"
+        )
+    if not reachable():
+        raise CheckpointError(
+            f"{name} is not on this machine and {constants.ENDPOINT} cannot be reached: "
+            "connect, or use --model tales, which ships with minigpt2"
+        )
+    return _download(name, repo_id, revision)
+
+
+def auto(local_files_only: bool = False) -> tuple[str, str]:
+    """The model to use where none was named, and why: gpt2 if it is here or can be had, else
+    tales."""
+    gpt2 = OFFICIAL["gpt2"]
+    if any(
+        not missing_files(_snapshot(repo_id, gpt2.revision)) for repo_id in (gpt2.repo_id, "gpt2")
+    ):
+        return "gpt2", "it is in the cache"
+    if local_files_only or constants.HF_HUB_OFFLINE:
+        return "tales", "gpt2 is not in the cache and the Hub is not to be asked"
+    if not reachable():
+        return "tales", "gpt2 is not in the cache and the Hub cannot be reached"
+    return "gpt2", "it can be downloaded"
+
+
+def reachable(timeout: float = 1.5) -> bool:
+    """Whether the Hub takes connections, known within `timeout` seconds.
+
+    huggingface_hub left to itself retries for 23 seconds. Behind a proxy only a real request could
+    tell, so the answer there is yes."""
+    if any(
+        os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    ):
+        return True
+    url = urlsplit(constants.ENDPOINT)
+    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    answered: list[bool] = []
+
+    def connect() -> None:
+        try:
+            socket.create_connection(address, timeout).close()
+            answered.append(True)
+        except OSError:
+            pass
+
+    # In a thread, since looking up a name has no time-out of its own.
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return bool(answered)
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a folder lacks of a complete checkpoint: config.json and one form of the weights."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    if (folder / "model.safetensors").is_file() or (folder / "pytorch_model.bin").is_file():
+        return missing
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return missing + [name for name in shard_names(index) if not (folder / name).is_file()]
+    return [*missing, "model.safetensors"]
+
+
+def shard_names(index: Path) -> list[str]:
+    """The files that a sharded checkpoint's index lists.
+
+    Raises:
+        CheckpointError: it is not such an index, or names something outside its own folder.
+    """
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index}: not an index of shards: {error!r}") from None
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors", name):
+            raise CheckpointError(f"{index}: {name!r} is not the name of a shard beside it")
+    return names
+
+
+def sha256(path: Path) -> str:
+    """The file's hash, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _tales() -> Path:
+    # In the wheel the weights lie inside the package; in a checkout, beside it.
+    for folder in (PACKAGE / "weights" / "tales", PACKAGE.parent / "weights" / "tales"):
+        if folder.is_dir():
+            return folder
+    raise CheckpointError(
+        "tales is not installed: minigpt2's wheel and a checkout's weights/ folder hold it"
+    )
+
+
+def _snapshot(repo_id: str, revision: str) -> Path:
+    """Where Hugging Face's cache keeps a revision's files, whether they are there or not."""
+    repository = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
+    reference = repository / "refs" / revision
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    return repository / "snapshots" / commit
+
+
+def _download(name: str, repo_id: str, revision: str) -> Path:
+    from huggingface_hub import errors
+
+    try:
+        folder = _get(repo_id, revision, "config.json").parent
+        weights = _get_weights(repo_id, revision)
+        for file in VOCABULARY_FILES if name not in OFFICIAL else ():
+            with contextlib.suppress(errors.RemoteEntryNotFoundError):
+                _get(repo_id, revision, file)
+    except errors.GatedRepoError:
+        page = f"{constants.ENDPOINT}/{repo_id}"
+        raise CheckpointError(
+            f"{name} asks for permission: accept its terms on {page} and log in"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"{name} has no revision {revision}") from None
+    except errors.RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{name} is neither a folder here nor a public model on {constants.ENDPOINT}"
+        ) from None
+    except errors.RemoteEntryNotFoundError as error:
+        raise CheckpointError(f"{name} has no {error.args[0]}") from None
+    except OSError as error:  # connection lost, disk full, no permission
+        raise CheckpointError(
+            f"{name} could not be downloaded: {str(error).splitlines()[0]}"
+        ) from None
+    official = OFFICIAL.get(name)
+    if official and official.revision == revision:
+        _verify(weights, official)
+    return folder
+
+
+def _get(repo_id: str, revision: str, file: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repo_id, file, revision=revision, etag_timeout=5))
+
+
+def _get_weights(repo_id: str, revision: str) -> Path:
+    """Download model.safetensors, or else the shards, or else pytorch_model.bin."""
+    from huggingface_hub import errors
+
+    with contextlib.suppress(errors.RemoteEntryNotFoundError):
+        return _get(repo_id, revision, "model.safetensors")
+    try:
+        index = _get(repo_id, revision, "model.safetensors.index.json")
+    except errors.RemoteEntryNotFoundError:
+        return _get(repo_id, revision, "pytorch_model.bin")
+    for shard in shard_names(index):
+        _get(repo_id, revision, shard)
+    return index
+
+
+def _verify(path: Path, official: Official) -> None:
+    """Refuse, and delete, a download that is not the official file."""
+    found = f"{path.stat().st_size} bytes"
+    wanted = f"{official.n_bytes} bytes"
+    if found == wanted and official.sha256:
+        found, wanted = f"sha256 {sha256(path)}", f"sha256 {official.sha256}"
+    if found != wanted:
+        path.resolve().unlink()  # the cache's blob; path itself is a link to it
+        path.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: downloaded {found}, expected {wanted}: deleted; try again")

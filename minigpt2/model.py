@@ -1,0 +1,252 @@
+"""GPT-2, from token ids to next-token scores (Radford et al. 2019, section 2.3).
+
+Read it after config.py and ops.py. Attributes carry the checkpoint's names and layout, so that the
+keys of `state_dict()` are the keys of the file and no matrix is transposed.
+
+Shapes: B batch, T new tokens, S = past + T keys, C width, H heads, D = C / H, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minigpt2.cache import KVCache
+from minigpt2.config import GPT2Config
+from minigpt2.ops import Explicit, causal_mask, fused
+
+
+class Linear(nn.Module):
+    """x @ weight + bias. The weight is (in, out): GPT-2 was written with 1x1 convolutions (the c_
+    in c_attn)."""
+
+    def __init__(self, n_in: int, n_out: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out).normal_(std=std))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x: Tensor, ops: Explicit) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)  # (B, T, in) -> (B, T, out)
+
+
+class LayerNorm(nn.Module):
+    """Each vector to mean 0 and variance 1, then a learned scale and shift (Ba et al. 2016)."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.epsilon = config.layer_norm_epsilon
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd))
+
+    def forward(self, x: Tensor, ops: Explicit) -> Tensor:
+        return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
+
+
+class Embedding(nn.Module):
+    """A table with one vector per id, (n, C)."""
+
+    def __init__(self, n: int, config: GPT2Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(n, config.n_embd).normal_(std=config.initializer_range)
+        )
+
+    def forward(self, ids: Tensor, ops: Explicit) -> Tensor:
+        return ops.embedding(ids, self.weight)  # (B, T) -> (B, T, C)
+
+
+class CausalSelfAttention(nn.Module):
+    """Every token gathers from itself and from the tokens before it, in n_head ways at once."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.n_head = layer, config.n_head
+        self.scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= layer + 1
+        self.attn_pdrop, self.resid_pdrop = config.attn_pdrop, config.resid_pdrop
+        self.c_attn = Linear(
+            config.n_embd, 3 * config.n_embd, config.initializer_range
+        )  # query, key, value
+        self.c_proj = Linear(config.n_embd, config.n_embd, _residual_std(config))
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
+    ) -> Tensor:
+        qkv = self.c_attn(x, ops)  # (B, T, 3C)
+        q, k, v = (self._split_heads(part) for part in qkv.chunk(3, dim=-1))  # (B, H, T, D) each
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)  # (B, H, S, D)
+        heads = ops.attention(q, k, v, mask, self.scale, self.attn_pdrop if self.training else 0.0)
+        merged = heads.transpose(1, 2).reshape(x.shape)  # (B, H, T, D) -> (B, T, C)
+        return F.dropout(self.c_proj(merged, ops), self.resid_pdrop, self.training)
+
+    def _split_heads(self, part: Tensor) -> Tensor:
+        B, T, C = part.shape
+        return part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two linear maps with a nonlinearity between them, for each token alone."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        n_inner = config.n_inner or 4 * config.n_embd
+        self.activation_function, self.resid_pdrop = config.activation_function, config.resid_pdrop
+        self.c_fc = Linear(config.n_embd, n_inner, config.initializer_range)
+        self.c_proj = Linear(n_inner, config.n_embd, _residual_std(config))
+
+    def forward(self, x: Tensor, ops: Explicit) -> Tensor:
+        hidden = ops.activation(self.activation_function, self.c_fc(x, ops))  # (B, T, 4C)
+        return F.dropout(self.c_proj(hidden, ops), self.resid_pdrop, self.training)  # (B, T, C)
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on a normalised copy whose result is added to the residual stream
+    x."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = LayerNorm(config)
+        self.attn = CausalSelfAttention(config, layer)
+        self.ln_2 = LayerNorm(config)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x, ops), mask, cache, ops)
+        return x + self.mlp(self.ln_2(x, ops), ops)
+
+
+class Head(nn.Module):
+    """An output table of its own, (V, C), for the rare checkpoint whose head is not wte used
+    again."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(
+            torch.empty(config.vocab_size, config.n_embd).normal_(std=config.initializer_range)
+        )
+
+
+class GPT2(nn.Module):
+    """Embeddings, n_layer blocks, a last norm, and the token table used again as the head.
+
+    `ops` is the arithmetic: ops.fused (default) or ops.explicit. GPT2(config) has GPT-2's random
+    initialisation and is in training mode; from_pretrained loads weights and is in evaluation mode.
+    """
+
+    def __init__(self, config: GPT2Config, ops: Explicit = fused) -> None:
+        super().__init__()
+        self.config, self.ops = config, ops
+        self.wte = Embedding(config.vocab_size, config)  # word (token) embedding
+        self.wpe = Embedding(config.n_positions, config)  # word position embedding
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = LayerNorm(config)
+        self.lm_head = None if config.tie_word_embeddings else Head(config)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+        logits_to_keep: int = 0,
+    ) -> Tensor:
+        """The logits of the next token after each token: (B, T) ids -> (B, T, V).
+
+        Args:
+            attention_mask: (B, S), 0 where a (left) padding token stands, cached tokens included.
+            position_ids: (B, T); by default past, past + 1, ... whatever the mask, as in Hugging
+                Face's forward. A left-padded batch needs `positions(attention_mask)`.
+            cache: holds the past tokens and takes in the new ones.
+            logits_to_keep: compute the last k positions' logits only; 0 means all.
+
+        Raises:
+            ValueError: no tokens, an id outside the vocabulary, or more than n_positions tokens.
+        """
+        past = cache.length if cache is not None else 0
+        self._check(token_ids, past)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + token_ids.shape[1], device=token_ids.device)
+        mask = self._mask(token_ids.shape[1], past, attention_mask)
+
+        x = self.wte(token_ids, self.ops) + self.wpe(position_ids, self.ops)  # (B, T, C)
+        x = F.dropout(x, self.config.embd_pdrop, self.training)
+        for block in self.h:
+            x = block(x, mask, cache, self.ops)  # (B, T, C)
+        if cache is not None:
+            cache.advance(token_ids.shape[1])
+
+        x = self.ln_f(x[:, -logits_to_keep:], self.ops)  # [:, -0:] keeps all; (B, k, C)
+        table = self.wte.weight if self.lm_head is None else self.lm_head.weight
+        return self.ops.unembedding(x, table)  # (B, k, V)
+
+    def _check(self, token_ids: Tensor, past: int) -> None:
+        if token_ids.dim() != 2 or token_ids.numel() == 0:
+            raise ValueError(
+                f"token_ids must be (B, T) with at least one token, got {tuple(token_ids.shape)}"
+            )
+        if past + token_ids.shape[1] > self.config.n_positions:
+            total = f"{past} cached + {token_ids.shape[1]} new tokens"
+            raise ValueError(
+                f"{total} exceed n_positions {self.config.n_positions}: "
+                "feed the last n_positions tokens without a cache"
+            )
+        if torch.compiler.is_compiling():
+            return  # the range check reads values, which a compiled graph cannot
+        low, high = (int(bound) for bound in token_ids.aminmax())
+        if low < 0 or high >= self.config.vocab_size:
+            wrong = low if low < 0 else high
+            raise ValueError(
+                f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}"
+            )
+
+    def _mask(self, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
+        """What each new token may see: (T, S) or (B, 1, T, S); None where plain causal attention
+        says it all."""
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if not padded and (T == 1 or past == 0):
+            return None
+        mask = causal_mask(T, past + T, self.wte.weight.device)  # (T, S)
+        return mask & attention_mask[:, None, None, :].bool() if padded else mask  # type: ignore[index]
+
+    @classmethod
+    def from_pretrained(cls, name_or_folder: str | Path, **options: Any) -> GPT2:
+        """Load a checkpoint; see checkpoint.load_pretrained for names, options and errors."""
+        from minigpt2.checkpoint import load_pretrained
+
+        return load_pretrained(name_or_folder, **options)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors; see checkpoint.save_pretrained."""
+        from minigpt2.checkpoint import save_pretrained
+
+        save_pretrained(self, folder)
+
+    def generate(self, token_ids: Tensor, **options: Any) -> Tensor:
+        """Continue (B, T) ids to (B, T + new); see decoding.generate for the options."""
+        from minigpt2.decoding import generate
+
+        return generate(self, token_ids, **options)
+
+
+def positions(attention_mask: Tensor) -> Tensor:
+    """(B, S) mask -> (B, S) position ids of a left-padded batch: 0, 1, ... from the first real
+    token on.
+
+    Padding gets position 0; Hugging Face's generate computes the same.
+    """
+    return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def _residual_std(config: GPT2Config) -> float:
+    """Both maps of a block that write to the residual stream start smaller, so that the sum over 2
+    * n_layer of them keeps its variance (paper, section 2.3)."""
+    return config.initializer_range / math.sqrt(2 * config.n_layer)

@@ -1,0 +1,71 @@
+"""GenerationOptions: everything a caller may say about how the next tokens are picked, checked in
+one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions:
+    """The options of generate, under Hugging Face's names.
+
+    Two defaults are not Hugging Face's: top_k is off (theirs is a silent 50 whenever do_sample is
+    set), and num_return_sequences above one is allowed with greedy decoding, where all are equal.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    max_new_tokens: int = 20
+    min_new_tokens: int = 0  # no end of text before so many
+    do_sample: bool = False  # False: always the highest score
+    temperature: float = 1.0  # divides the scores; 0 means do_sample=False
+    top_k: int = 0  # keep the k highest scores (and ties with the last of them); 0: all
+    top_p: float = 1.0  # keep the smallest set of tokens whose probabilities reach p
+    min_p: float = 0.0  # drop tokens less probable than min_p times the most probable
+    repetition_penalty: float = 1.0  # above 1: tokens already seen become less likely
+    no_repeat_ngram_size: int = 0  # no n-gram twice
+    bad_words_ids: Sequence[Sequence[int]] = ()  # sequences that may not come up
+    num_return_sequences: int = 1
+    eos_token_id: int | Sequence[int] | None = None  # None: the model's; (): none
+    pad_token_id: int | None = None  # fills rows that finished early; None: the first eos_token_id
+    context_overflow: str = (
+        "stop"  # past n_positions: stop; slide (the last n_positions tokens, recomputed); error
+    )
+
+    def __post_init__(self) -> None:
+        for name, lowest in (
+            ("max_new_tokens", 0),
+            ("min_new_tokens", 0),
+            ("top_k", 0),
+            ("no_repeat_ngram_size", 0),
+            ("num_return_sequences", 1),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise ValueError(
+                    f"{name} must be a whole number of at least {lowest}, got {value!r}"
+                )
+        for name, low, high in (("temperature", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not low <= value <= high or math.isinf(value):
+                raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
+        penalty = self.repetition_penalty
+        if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
+        if self.context_overflow not in ("stop", "slide", "error"):
+            raise ValueError(
+                f"context_overflow must be stop, slide or error, got {self.context_overflow!r}"
+            )
+        if any(not word or any(token_id < 0 for token_id in word) for word in self.bad_words_ids):
+            raise ValueError(
+                f"bad_words_ids must be non-empty lists of token ids, got {self.bad_words_ids!r}"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; at temperature 0 the highest score is always taken."""
+        return self.do_sample and self.temperature > 0

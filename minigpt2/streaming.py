@@ -1,0 +1,151 @@
+"""Text out of the loop, piece by piece: whole characters only, and nothing of a stop string."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from minigpt2.decoding import decode
+from minigpt2.model import GPT2
+from minigpt2.options import GenerationOptions
+from minigpt2.tokenizer import StreamDecoder, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStep:
+    """One generated token and the text it brought out.
+
+    text: what can be shown now, "" inside a character or while it may be the start of a stop
+    string. The texts of all steps, joined, are the whole text. finish_reason, in the last step
+    only: eos_token, stop_sequence or length."""
+
+    text: str
+    token_id: int
+    logprob: float  # natural logarithm of the model's own probability, before any rule
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # the most probable ids, best first
+    finish_reason: str | None = None
+
+
+class TextBuilder:
+    """Token ids -> text that is safe to show."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        if "" in stop:
+            raise ValueError("a stop string must not be empty")
+        self._decoder = StreamDecoder(tokenizer)
+        self._stop = stop
+        self._held = ""  # decoded, but possibly the start of a stop string
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; `stopped` is set when a stop string has come up."""
+        return self._release(self._decoder.push(token_id))
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+        text = self._release(self._decoder.flush()) + self._held
+        self._held = ""
+        return text
+
+    def _release(self, new: str) -> str:
+        text = self._held + new
+        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        starts = range(max(0, len(text) - longest), len(text))
+        cut = next(
+            (at for at in starts if any(s.startswith(text[at:]) for s in self._stop)), len(text)
+        )
+        self._held = text[cut:]
+        return text[:cut]
+
+
+def stream(
+    model: GPT2,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    *,
+    stop: Sequence[str] = (),
+    top_logprobs: int = 0,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Iterator[TextStep]:
+    """Continue a prompt, one step per token.
+
+    Args:
+        prompt: text or ids. An empty one starts from <|endoftext|>, which is not part of the
+            output.
+        stop: strings that end the text, wherever they lie across tokens; neither they nor what
+            follows is given out. The prompt does not count.
+        top_logprobs: how many alternatives to report with each token.
+        options: the fields of GenerationOptions, num_return_sequences excepted.
+
+    Raises:
+        ValueError: as in decoding.decode; an empty stop string.
+    """
+    for rows in stream_rows(model, tokenizer, prompt, 1, stop, top_logprobs, generator, **options):
+        yield from rows.values()
+
+
+def stream_rows(
+    model: GPT2,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    n: int,
+    stop: Sequence[str] = (),
+    top_logprobs: int = 0,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> Iterator[dict[int, TextStep]]:
+    """As `stream`, for n continuations at once: each step's {row: TextStep}, without the rows that
+    have ended."""
+    ids = prompt_ids(tokenizer, prompt)
+    chosen = GenerationOptions(num_return_sequences=n, **options)
+    builders = [TextBuilder(tokenizer, stop) for _ in range(n)]
+    running = dict(enumerate(builders))
+    device = model.wte.weight.device
+    steps = decode(model, torch.tensor([ids], device=device), chosen, generator=generator)
+    for step in steps:
+        log_probs = step.logits.log_softmax(dim=-1)
+        rows = {}
+        for row, builder in list(running.items()):
+            token_id = int(step.token_ids[row])
+            ended = bool(step.finished[row])
+            text = "" if ended else builder.push(token_id)
+            reason = "stop_sequence" if builder.stopped else "eos_token" if ended else None
+            if reason is None and step.last:
+                reason = "length"
+            if reason in ("eos_token", "length"):
+                text += builder.flush()
+                reason = "stop_sequence" if builder.stopped else reason
+            best = log_probs[row].topk(top_logprobs)
+            alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            rows[row] = TextStep(
+                text, token_id, float(log_probs[row, token_id]), alternatives, reason
+            )
+            if reason:
+                del running[row]
+        yield rows
+        if not running:
+            return
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """A prompt's ids; an empty one is <|endoftext|>, which is how the training texts began.
+
+    Raises:
+        ValueError: the prompt is empty and the vocabulary has no <|endoftext|>.
+    """
+    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    if ids:
+        return ids
+    if tokenizer.end_of_text_id is None:
+        raise ValueError(
+            "the prompt is empty, and the vocabulary has no <|endoftext|> to start from"
+        )
+    return [tokenizer.end_of_text_id]

@@ -1,0 +1,217 @@
+"""GPT-2's byte-level BPE: tiktoken over the vocabulary that ships in the package, so nothing is
+downloaded."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import tiktoken
+from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+
+END_OF_TEXT = "<|endoftext|>"
+VOCAB_BPE = Path(__file__).parent / "data" / "vocab.bpe"
+VOCAB_BPE_SHA256 = (
+    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # tiktoken pins the same
+)
+
+# The pattern's \s, spelled out because Python's \s is a larger set. tiktoken's regex gives up
+# inside a run of a million, so long runs are cut before it sees them.
+LONG_WHITESPACE = re.compile(
+    "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{100000,}"
+)
+
+
+class Tokenizer:
+    """Text to ids and back, without loss: every byte has a token of its own.
+
+    n_vocab: one more than the highest id. end_of_text_id: the id of <|endoftext|>, or None where
+    the vocabulary has none."""
+
+    def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int]) -> None:
+        """ranks: every ordinary token's bytes and id, where a lower id merges first."""
+        self._encoding = tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+        self._special_tokens = special_tokens
+        self._bytes = {token_id: token for token, token_id in ranks.items()}
+        self._bytes |= {token_id: token.encode() for token, token_id in special_tokens.items()}
+        self.n_vocab = max(self._bytes) + 1
+        self.end_of_text_id = special_tokens.get(END_OF_TEXT)
+
+    @classmethod
+    def from_pretrained(cls, name_or_folder: str | Path = "gpt2") -> Tokenizer:
+        """The tokenizer of a checkpoint.
+
+        A folder's own vocab.json and merges.txt (or tokenizer.json) are used where it has them.
+        Everything else speaks GPT-2's vocabulary, which is in the package: no network.
+
+        Raises:
+            ValueError: the vocabulary files are damaged or are not a byte-level BPE; the message
+                names the file.
+        """
+        folder = Path(name_or_folder)
+        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            return cls(*_read_vocab(folder / "vocab.json", folder / "merges.txt"))
+        if (folder / "tokenizer.json").is_file():
+            return cls(*_read_tokenizer_json(folder / "tokenizer.json"))
+        return _gpt2()
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Text to ids. <|endoftext|> in the text is the special token, or plain characters with
+        special=False.
+
+        Surrogates, which no UTF-8 text holds, are paired up where they can be and replaced by
+        U+FFFD elsewhere."""
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = []
+        start = 0
+        for run in LONG_WHITESPACE.finditer(text):
+            if run.end() == len(text):
+                break
+            end = run.end() - 1  # the last character may belong to the word behind it
+            ids += self._encode(text[start : run.start()], special)
+            ids += self._encoding._encode_single_piece(text[run.start() : end])
+            start = end
+        return ids + self._encode(text[start:], special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        allowed = set(self._special_tokens) if special else set()
+        return self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which need not be a whole character.
+
+        Raises:
+            ValueError: no such id.
+        """
+        try:
+            return self._bytes[token_id]
+        except KeyError:
+            raise ValueError(
+                f"token id {token_id} is not in the vocabulary 0..{self.n_vocab - 1}"
+            ) from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Ids to text; bytes that are not UTF-8 become U+FFFD. decode(encode(text)) == text.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def piece(self, token_id: int) -> str:
+        """One token for display: control characters and bytes that are not a whole character as
+        escapes."""
+        text = self.token_bytes(token_id).decode("utf-8", errors="backslashreplace")
+        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class StreamDecoder:
+    """Ids to text one at a time, holding back the bytes of an unfinished character and nothing
+    else."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that this id completes; "" inside a character."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """What was held back, as U+FFFD, when nothing follows any more."""
+        return self._decoder.decode(b"", final=True)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The character that stands for each byte in vocabulary files: itself where it prints,
+    U+0100... where not.
+
+    The order is that of the bytes' ids (OpenAI's bytes_to_unicode).
+    """
+    printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + n) for n, byte in enumerate(others)
+    }
+
+
+@functools.cache
+def _gpt2() -> Tokenizer:
+    content = VOCAB_BPE.read_bytes()
+    if hashlib.sha256(content).hexdigest() != VOCAB_BPE_SHA256:
+        raise ValueError(f"{VOCAB_BPE} is damaged: install minigpt2 again")
+    merges = content.decode("utf-8").split("\n")[
+        1:-1
+    ]  # a version line, then "first second" by priority
+    tokens = [*_byte_characters().values(), *(merge.replace(" ", "") for merge in merges)]
+    return Tokenizer(_to_bytes(tokens, range(len(tokens))), {END_OF_TEXT: len(tokens)})
+
+
+def _to_bytes(tokens: Sequence[str], ids: Iterable[int]) -> dict[bytes, int]:
+    byte_of = {ord(character): byte for byte, character in _byte_characters().items()}
+    return {
+        token.translate(byte_of).encode("latin-1"): token_id
+        for token, token_id in zip(tokens, ids, strict=True)
+    }
+
+
+def _read_vocab(vocab_json: Path, merges_txt: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+    try:
+        lines = merges_txt.read_text(encoding="utf-8").splitlines()
+        merges = [line for line in lines if line and not line.startswith("#version")]
+        vocab = json.loads(vocab_json.read_text(encoding="utf-8"))
+        added = vocab_json.with_name("added_tokens.json")
+        if added.is_file():
+            vocab |= json.loads(added.read_text(encoding="utf-8"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{vocab_json.parent}: vocab.json or merges.txt cannot be read: {error}"
+        ) from None
+    return _ranks_and_specials(vocab, merges, vocab_json)
+
+
+def _read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        model = content["model"]
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+        vocab = model["vocab"] | {
+            token["content"]: token["id"] for token in content.get("added_tokens", [])
+        }
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: not a BPE tokenizer: {error!r}") from None
+    return _ranks_and_specials(vocab, merges, path)
+
+
+def _ranks_and_specials(
+    vocab: dict[str, int], merges: Sequence[str], path: Path
+) -> tuple[dict[bytes, int], dict[str, int]]:
+    """Split a vocabulary file into byte-level tokens and special ones, and see that ids follow the
+    merges' order, since tiktoken takes the id for the priority."""
+    if not isinstance(vocab, dict) or not all(
+        isinstance(token_id, int) for token_id in vocab.values()
+    ):
+        raise ValueError(f"{path}: expected an object of token: id")
+    merged = [merge.replace(" ", "") for merge in merges]
+    tokens = [*_byte_characters().values(), *merged]
+    missing = [token for token in tokens if token not in vocab]
+    if missing:
+        raise ValueError(
+            f"{path}: {len(missing)} tokens have no id, {missing[0]!r} first: not a byte-level BPE"
+        )
+    merged_ids = [vocab[token] for token in merged]
+    if any(later <= earlier for earlier, later in itertools.pairwise(merged_ids)):
+        raise ValueError(
+            f"{path}: token ids do not follow the order of the merges: not a GPT-2 vocabulary"
+        )
+    ordinary = set(tokens)
+    special = {token: token_id for token, token_id in vocab.items() if token not in ordinary}
+    return _to_bytes(tokens, [vocab[token] for token in tokens]), special
