@@ -84,7 +84,7 @@ def save_pretrained(model: GPT2, folder: str | Path) -> None:
         folder / "model.safetensors",
         lambda path: save_file(tensors, path, metadata={"format": "pt"}),
     )
-    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    text = json.dumps(config, indent=2) + "\n"
     replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
 
 

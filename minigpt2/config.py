@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ACTIVATIONS = ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu")
 
-# The other names under which Hugging Face's GPT2Config accepts the same numbers (its
-# attribute_map).
-ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
-
-# Keys that would change the arithmetic, with the only values under which they change nothing. Every
-# other key that is not a field (architectures, task_specific_params, ...) cannot move a logit.
+# Keys that would change the arithmetic, with the values under which they change nothing. Any other
+# key that is not a field (architectures, task_specific_params, ...) cannot move a logit.
 INERT: dict[str, tuple[object, ...]] = {
     "model_type": ("gpt2",),
     "add_cross_attention": (False, None),
@@ -49,7 +39,7 @@ class GPT2Config:
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    # Keeps float16 scores from overflowing during training; it changes no logit beyond rounding.
+    # Guards float16 scores against overflow in training; it moves no logit beyond rounding.
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
     embd_pdrop: float = 0.1  # the three dropout probabilities act in training mode only
@@ -59,38 +49,13 @@ class GPT2Config:
     eos_token_id: int | tuple[int, ...] | None = 50256
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner"):
-            value = getattr(self, name)
-            if not (_is_int(value) and value > 0 or name == "n_inner" and value is None):
-                raise ValueError(f"{name} must be a positive whole number, got {value!r}")
-        for name in (
-            "layer_norm_epsilon",
-            "initializer_range",
-            "embd_pdrop",
-            "attn_pdrop",
-            "resid_pdrop",
-        ):
-            value, below = getattr(self, name), 1.0 if name.endswith("pdrop") else math.inf
-            if not (_is_int(value) or isinstance(value, float)) or not 0 <= value < below:
-                raise ValueError(f"{name} must be a number in [0, {below:g}), got {value!r}")
         for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
-                raise ValueError(
-                    f"{field.name} must be true or false, got {getattr(self, field.name)!r}"
-                )
-        if not all(_is_int(token_id) for token_id in self.eos_token_ids):
-            raise ValueError(
-                f"eos_token_id must be an id, a list of ids or null, got {self.eos_token_id!r}"
-            )
-        if self.activation_function not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(
-                f"activation_function {self.activation_function!r} is not one of: {known}"
-            )
+            value = getattr(self, field.name)
+            if not _fits(value, str(field.type)):
+                need = NEEDS[str(field.type)]
+                raise ValueError(f"{field.name} must be {need}, got {value!r}")
         if self.n_embd % self.n_head:
-            raise ValueError(
-                f"n_embd {self.n_embd} does not divide into n_head {self.n_head} equal heads"
-            )
+            raise ValueError(f"n_embd {self.n_embd} does not divide into n_head {self.n_head}")
 
     @property
     def head_dim(self) -> int:
@@ -108,27 +73,24 @@ class GPT2Config:
         """Build a config from config.json's content.
 
         Raises:
-            ValueError: the values ask for something that minigpt2 does not implement, or make no
-                sense.
+            ValueError: the values ask for something not implemented, or make no sense.
         """
         for key, harmless in INERT.items():
             if key in values and values[key] not in harmless:
-                raise ValueError(
-                    f"{key} = {values[key]!r} is not implemented (only {harmless[0]!r} is)"
-                )
-        named = {ALIASES.get(key, key): value for key, value in values.items()}
-        if isinstance(named.get("eos_token_id"), list):
-            named["eos_token_id"] = tuple(named["eos_token_id"])
-        fields = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{key: value for key, value in named.items() if key in fields})
+                raise ValueError(f"{key} {values[key]!r} is not implemented, only {harmless[0]!r}")
+        names = {field.name for field in dataclasses.fields(cls)}
+        known: dict[str, Any] = {key: value for key, value in values.items() if key in names}
+        if isinstance(known.get("eos_token_id"), list):
+            known["eos_token_id"] = tuple(known["eos_token_id"])
+        return cls(**known)
 
     @classmethod
     def from_json(cls, path: Path) -> GPT2Config:
         """Read config.json.
 
         Raises:
-            ValueError: the file is not JSON, or as from_dict; the message names the file.
-            OSError: the file cannot be read.
+            ValueError: it is not a JSON object, or as from_dict; the message names the file.
+            OSError: it cannot be read.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -141,11 +103,33 @@ class GPT2Config:
     def to_dict(self) -> dict[str, Any]:
         """The content of a config.json that transformers reads as the same model."""
         values = dataclasses.asdict(self)
-        values |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-        if isinstance(self.eos_token_id, tuple):
-            values["eos_token_id"] = list(self.eos_token_id)
-        return values
+        return values | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+# What a field of each type must be.
+NEEDS = {
+    "int": "a positive whole number",
+    "int | None": "a positive whole number or null",
+    "float": "a number from 0 to 1",
+    "bool": "true or false",
+    "str": f"one of {', '.join(ACTIVATIONS)}",
+    "int | tuple[int, ...] | None": "a token id, a list of them or null",
+}
+
+
+def _fits(value: object, need: str) -> bool:
+    if need == "bool":
+        return isinstance(value, bool)
+    if need == "str":
+        return value in ACTIVATIONS
+    if value is None:
+        return "None" in need
+    if isinstance(value, tuple):
+        return "tuple" in need and all(
+            _fits(item, "int | tuple[int, ...] | None") for item in value
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if need == "float":
+        return 0 <= value <= 1
+    return isinstance(value, int) and (value > 0 or "tuple" in need)

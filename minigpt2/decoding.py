@@ -140,7 +140,8 @@ def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> 
         return options.max_new_tokens
     if T > window:
         raise ValueError(
-            f"the prompt's {T} tokens exceed n_positions {window}: shorten it, or let the window slide"
+            f"the prompt's {T} tokens exceed n_positions {window}: "
+            "shorten it, or let the window slide (context_overflow)"
         )
     if options.context_overflow == "error" and T + options.max_new_tokens > window + 1:
         total = f"{T} prompt tokens + {options.max_new_tokens} new ones"

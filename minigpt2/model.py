@@ -121,18 +121,8 @@ class Block(nn.Module):
         self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
     ) -> Tensor:
         x = x + self.attn(self.ln_1(x, ops), mask, cache, ops)
-        return x + self.mlp(self.ln_2(x, ops), ops)
-
-
-class Head(nn.Module):
-    """An output table of its own, (V, C), for the rare checkpoint whose head is not wte used
-    again."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(config.vocab_size, config.n_embd).normal_(std=config.initializer_range)
-        )
+        x = x + self.mlp(self.ln_2(x, ops), ops)
+        return x
 
 
 class GPT2(nn.Module):
@@ -149,7 +139,9 @@ class GPT2(nn.Module):
         self.wpe = Embedding(config.n_positions, config)  # word position embedding
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(config)
-        self.lm_head = None if config.tie_word_embeddings else Head(config)
+        # A head of its own is rare: GPT-2's is wte used again (tied), and then has no key in the
+        # file.
+        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config)
 
     def forward(
         self,
@@ -189,33 +181,30 @@ class GPT2(nn.Module):
         return self.ops.unembedding(x, table)  # (B, k, V)
 
     def _check(self, token_ids: Tensor, past: int) -> None:
+        shape, n_positions = tuple(token_ids.shape), self.config.n_positions
         if token_ids.dim() != 2 or token_ids.numel() == 0:
+            raise ValueError(f"token_ids must be (B, T) with at least one token, got {shape}")
+        if past + shape[1] > n_positions:
+            total = f"{past} cached + {shape[1]} new tokens"
             raise ValueError(
-                f"token_ids must be (B, T) with at least one token, got {tuple(token_ids.shape)}"
-            )
-        if past + token_ids.shape[1] > self.config.n_positions:
-            total = f"{past} cached + {token_ids.shape[1]} new tokens"
-            raise ValueError(
-                f"{total} exceed n_positions {self.config.n_positions}: "
-                "feed the last n_positions tokens without a cache"
+                f"{total} exceed n_positions {n_positions}: feed the last of them alone"
             )
         if torch.compiler.is_compiling():
-            return  # the range check reads values, which a compiled graph cannot
-        low, high = (int(bound) for bound in token_ids.aminmax())
-        if low < 0 or high >= self.config.vocab_size:
-            wrong = low if low < 0 else high
-            raise ValueError(
-                f"token id {wrong} is outside the vocabulary 0..{self.config.vocab_size - 1}"
-            )
+            return  # what follows reads values, which a compiled graph cannot
+        for token_id in token_ids.aminmax():
+            if not 0 <= token_id < self.config.vocab_size:
+                last = self.config.vocab_size - 1
+                raise ValueError(f"token id {token_id} is outside the vocabulary 0..{last}")
 
     def _mask(self, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
-        """What each new token may see: (T, S) or (B, 1, T, S); None where plain causal attention
-        says it all."""
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        if not padded and (T == 1 or past == 0):
+        """What each new token may see, (T, S) or (B, 1, T, S); None where plain causal attention
+        says it all, which is also where Hugging Face passes no mask."""
+        if attention_mask is not None and attention_mask.all():
+            attention_mask = None
+        if attention_mask is None and (T == 1 or past == 0):
             return None
         mask = causal_mask(T, past + T, self.wte.weight.device)  # (T, S)
-        return mask & attention_mask[:, None, None, :].bool() if padded else mask  # type: ignore[index]
+        return mask if attention_mask is None else mask & attention_mask[:, None, None].bool()
 
     @classmethod
     def from_pretrained(cls, name_or_folder: str | Path, **options: Any) -> GPT2:
