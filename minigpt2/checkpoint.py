@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt2.config import GPT2Config
-from minigpt2.hub import CheckpointError, find, shard_names
+from minigpt2.hub import CheckpointError, find, missing_files, shard_names
 from minigpt2.model import GPT2
 
 # Causal masks that old checkpoints store beside the weights, by exact name: c_attn.bias also ends
@@ -45,13 +45,15 @@ def load_pretrained(
             one.
     """
     folder = find(name_or_folder, revision, local_files_only)
+    if missing := missing_files(folder):
+        raise CheckpointError(f"{folder}: not a checkpoint: {', '.join(missing)} missing")
     try:
         config = GPT2Config.from_json(folder / "config.json")
         tensors = _tie(_collect(folder), config, folder)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{error.filename}: no such file in the checkpoint") from None
+    except CheckpointError:
+        raise
     except (ValueError, OSError) as error:
-        raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from None
+        raise CheckpointError(str(error)) from None
     # Counted before the model is built: a config that asks for a million layers is not obeyed.
     layers = len({key.split(".")[1] for key in tensors if re.match(r"h\.\d+\.", key)})
     if layers != config.n_layer:
@@ -125,30 +127,25 @@ def _collect(folder: Path) -> dict[str, Tensor]:
 
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    for name in ("model.safetensors", index.name, "pytorch_model.bin"):
-        if (folder / name).is_file():
-            return (
-                [folder / shard for shard in shard_names(index)]
-                if name == index.name
-                else [folder / name]
-            )
-    raise CheckpointError(f"{folder}: no model.safetensors, nor shards, nor pytorch_model.bin")
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        return [folder / shard for shard in shard_names(index)]
+    return [folder / "pytorch_model.bin"]
 
 
 def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, memory-mapped."""
     try:
-        if (
-            file.suffix == ".bin"
-        ):  # weights_only: a pickle that holds anything but tensors is refused, not run
+        if file.suffix == ".bin":
+            # weights_only: a pickle that holds anything but tensors is refused, not run.
             loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             return {key: tensor for key, tensor in loaded.items() if isinstance(tensor, Tensor)}
         with safe_open(file, framework="pt") as opened:
-            return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (not a dict)
-    except FileNotFoundError:
-        raise
+            return {key: opened.get_tensor(key) for key in list(opened.keys())}
     except Exception as error:  # the two readers raise many kinds
-        raise CheckpointError(f"{file}: {_diagnose(file)}: {str(error).splitlines()[0]}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{file}: {_diagnose(file)} ({reason})") from None
 
 
 def _diagnose(file: Path) -> str:

@@ -83,7 +83,7 @@ def find(
     name = str(name_or_folder)
     if name == "tales":
         return _tales()
-    if name not in OFFICIAL and Path(name).is_dir():
+    if name and name not in OFFICIAL and Path(name).is_dir():
         return Path(name)
     if name not in OFFICIAL and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"{name}: no such folder")
@@ -227,11 +227,9 @@ def _download(name: str, repo_id: str, revision: str) -> Path:
             f"{name} is neither a folder here nor a public model on {constants.ENDPOINT}"
         ) from None
     except errors.RemoteEntryNotFoundError as error:
-        raise CheckpointError(f"{name} has no {error.args[0]}") from None
+        raise CheckpointError(f"{name} is not a checkpoint: {_one_line(error)}") from None
     except OSError as error:  # connection lost, disk full, no permission
-        raise CheckpointError(
-            f"{name} could not be downloaded: {str(error).splitlines()[0]}"
-        ) from None
+        raise CheckpointError(f"{name} could not be downloaded: {_one_line(error)}") from None
     official = OFFICIAL.get(name)
     if official and official.revision == revision:
         _verify(weights, official)
@@ -242,6 +240,10 @@ def _get(repo_id: str, revision: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     return Path(hf_hub_download(repo_id, file, revision=revision, etag_timeout=5))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _get_weights(repo_id: str, revision: str) -> Path:

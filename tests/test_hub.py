@@ -1,0 +1,282 @@
+"""Names to folders: Hugging Face's cache, downloads from a Hub on this machine, and every way they
+fail."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from minigpt2 import GPT2, CheckpointError, hub
+
+GPT2_COMMIT = hub.OFFICIAL["gpt2"].revision
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hugging Face cache, and no way to connect to anything."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def refuse(*_args: object) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    return tmp_path / "cache"
+
+
+def fill_cache(
+    cache: Path, saved: Path, repo_id: str, commit: str, reference: str = "main"
+) -> Path:
+    """Lay a checkpoint into the cache as huggingface_hub does: blobs, and links to them."""
+    repository = cache / f"models--{repo_id.replace('/', '--')}"
+    snapshot = repository / "snapshots" / commit
+    for folder in (repository / "blobs", repository / "refs", snapshot):
+        folder.mkdir(parents=True)
+    for file in saved.iterdir():
+        blob = repository / "blobs" / hub.sha256(file)
+        shutil.copy(file, blob)
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    (repository / "refs" / reference).write_text(commit)
+    return snapshot
+
+
+@pytest.mark.parametrize("repo_id", ["gpt2", "openai-community/gpt2"])
+@pytest.mark.parametrize("with_reference", [True, False])
+def test_a37_a_cached_official_model_needs_no_connection(
+    repo_id: str, with_reference: bool, cache: Path, saved: Path, tiny: GPT2
+) -> None:
+    snapshot = fill_cache(cache, saved, repo_id, GPT2_COMMIT)
+    if not with_reference:
+        (snapshot.parents[1] / "refs" / "main").unlink()
+    (snapshot.parents[1] / "blobs" / "0123.incomplete").write_bytes(b"")
+    loaded = GPT2.from_pretrained("gpt2")
+    assert torch.equal(loaded.wte.weight, tiny.wte.weight)
+    assert hub.auto() == ("gpt2", "it is in the cache")
+
+
+def test_a37_a_cached_hub_id_and_its_branches(cache: Path, saved: Path) -> None:
+    snapshot = fill_cache(cache, saved, "someone/tiny", "a" * 40)
+    assert hub.find("someone/tiny") == snapshot
+    assert hub.find("someone/tiny", revision="a" * 40) == snapshot
+    with pytest.raises(CheckpointError, match=r"someone/tiny is not on this machine.*revision dev"):
+        hub.find("someone/tiny", revision="dev")
+
+
+def test_a37_a_broken_link_is_named_with_the_remedy(cache: Path, saved: Path) -> None:
+    snapshot = fill_cache(cache, saved, "gpt2", GPT2_COMMIT)
+    (snapshot / "model.safetensors").resolve().unlink()
+    with pytest.raises(
+        CheckpointError, match=r"gpt2 is not on this machine \(.*model\.safetensors"
+    ) as caught:
+        GPT2.from_pretrained("gpt2")
+    assert "without --offline" in str(caught.value)
+    assert hub.auto() == ("tales", "gpt2 is not in the cache and the Hub is not to be asked")
+
+
+def test_a37_nothing_cached_offline(cache: Path) -> None:
+    assert not cache.exists()
+    with pytest.raises(CheckpointError, match=r"config\.json, model\.safetensors missing"):
+        GPT2.from_pretrained("distilgpt2", local_files_only=True)
+
+
+def test_a_cache_with_another_commit_of_an_official_model_is_not_the_pinned_one(
+    cache: Path, saved: Path
+) -> None:
+    snapshot = fill_cache(cache, saved, "gpt2", "b" * 40)
+    with pytest.raises(CheckpointError, match=GPT2_COMMIT):
+        hub.find("gpt2")
+    assert hub.find("gpt2", revision="main") == snapshot
+
+
+@pytest.mark.parametrize("name", ["./x", "../x", "/no/such", "a/b/c", "", "a b", "x?", "~/x", "\0"])
+@pytest.mark.usefixtures("cache")
+def test_what_is_no_hub_id_is_a_missing_folder(name: str) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        hub.find(name)
+
+
+def test_tales_is_found() -> None:
+    assert hub.missing_files(hub.find("tales")) == []
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the Hub as a download needs."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    commit = "c" * 40
+    requests: ClassVar[list[str]] = []
+    mood = "well"
+
+    def answer(self) -> None:
+        self.requests.append(f"{self.command} {self.path}")
+        if "/resolve/" not in self.path:  # the client's own inquiries
+            self.send_error(404)
+            return
+        _, owner, name, _, _revision, file = self.path.split("/")
+        status = 401 if self.mood == "401" else 200
+        code = None
+        if f"{owner}/{name}" != "someone/tiny" and not owner.startswith("openai"):
+            status, code = 404, "RepoNotFound"
+        elif status == 200 and file not in self.files:
+            status, code = 404, "EntryNotFound"
+        body = self.files.get(file, b"") if status == 200 else b""
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
+        if self.mood == "401":
+            self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD = answer  # noqa: N815 (http.server's names)
+
+    def log_message(self, *_args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    """A Hub on 127.0.0.1 that has someone/tiny and the official names, all the tiny model."""
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "all_proxy",
+        "ALL_PROXY",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    Hub.files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    Hub.requests, Hub.mood, Hub.commit = [], "well", "c" * 40
+    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=running.serve_forever, daemon=True)
+    thread.start()
+    endpoint = f"http://127.0.0.1:{running.server_port}"
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    yield Hub
+    running.shutdown()
+    running.server_close()
+
+
+def test_download_then_no_more_connections(server: type[Hub], tiny: GPT2) -> None:
+    model = GPT2.from_pretrained("someone/tiny")
+    assert torch.equal(model.wte.weight, tiny.wte.weight)
+    asked = len(server.requests)
+    GPT2.from_pretrained("someone/tiny")
+    assert len(server.requests) == asked
+
+
+def test_the_vocabulary_comes_along_where_there_is_one(server: type[Hub]) -> None:
+    server.files["tokenizer.json"] = b"{}"
+    folder = hub.find("someone/tiny")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+
+
+def test_shards_and_pickles_are_found(server: type[Hub]) -> None:
+    whole = server.files.pop("model.safetensors")
+    server.files["pytorch_model.bin"] = b"x"
+    assert (hub.find("someone/tiny") / "pytorch_model.bin").is_file()
+    index = {"weight_map": {"wte.weight": "part-1.safetensors"}}
+    server.files |= {"model.safetensors.index.json": json.dumps(index).encode()}
+    server.commit = "d" * 40
+    with pytest.raises(CheckpointError, match="part-1.safetensors"):
+        hub.find("someone/tiny", revision="shards")
+    server.files["part-1.safetensors"] = whole
+    assert (hub.find("someone/tiny", revision="shards") / "part-1.safetensors").is_file()
+
+
+def test_an_official_download_of_the_wrong_size_is_refused_and_deleted(server: type[Hub]) -> None:
+    server.commit = GPT2_COMMIT
+    size = len(server.files["model.safetensors"])
+    with pytest.raises(
+        CheckpointError, match=f"downloaded {size} bytes, expected 548105171 bytes: deleted"
+    ):
+        GPT2.from_pretrained("gpt2")
+    assert not any(
+        path.stat().st_size == size
+        for path in Path(constants.HF_HUB_CACHE).rglob("*")
+        if path.is_file()
+    )
+
+
+def test_an_official_download_of_the_wrong_hash_is_refused_and_deleted(
+    server: type[Hub], monkeypatch: pytest.MonkeyPatch, tiny: GPT2
+) -> None:
+    server.commit = GPT2_COMMIT
+    content = server.files["model.safetensors"]
+    official = hub.Official("openai-community/gpt2", GPT2_COMMIT, len(content), "0" * 64)
+    monkeypatch.setitem(hub.OFFICIAL, "gpt2", official)
+    digest = hashlib.sha256(content).hexdigest()
+    with pytest.raises(
+        CheckpointError, match=f"downloaded sha256 {digest}, expected sha256 {'0' * 64}"
+    ):
+        GPT2.from_pretrained("gpt2")
+    right = hub.Official("openai-community/gpt2", GPT2_COMMIT, len(content), digest)
+    monkeypatch.setitem(hub.OFFICIAL, "gpt2", right)
+    assert torch.equal(GPT2.from_pretrained("gpt2").wte.weight, tiny.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "mood", "message"),
+    [
+        ("nobody/nothing", "well", "neither a folder here nor a public model"),
+        ("someone/tiny", "401", "asks for permission"),
+    ],
+)
+def test_what_the_hub_refuses(name: str, mood: str, message: str, server: type[Hub]) -> None:
+    server.mood = mood
+    with pytest.raises(CheckpointError, match=message):
+        GPT2.from_pretrained(name)
+
+
+def test_a_repository_without_a_model(server: type[Hub]) -> None:
+    del server.files["config.json"]
+    with pytest.raises(CheckpointError, match=r"someone/tiny is not a checkpoint: .*config\.json"):
+        GPT2.from_pretrained("someone/tiny")
+
+
+def test_a_hub_that_cannot_be_reached_is_known_within_two_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+
+    def hang(*_args: object, **_options: object) -> None:
+        time.sleep(10)
+
+    for lookup in (socket.create_connection, hang):
+        monkeypatch.setattr(socket, "create_connection", lookup)
+        started = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=r"127\.0\.0\.1:9 cannot be reached: connect, or use"
+        ):
+            hub.find("gpt2-xl")
+        assert hub.auto() == ("tales", "gpt2 is not in the cache and the Hub cannot be reached")
+        assert time.monotonic() - started < 2 * 2
