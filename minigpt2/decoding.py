@@ -13,7 +13,7 @@ from torch import Tensor
 from minigpt2.cache import KVCache
 from minigpt2.model import GPT2, positions
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import Processor, pick, processors
+from minigpt2.sampling import Processor, apply, pick, processors
 
 
 @dataclasses.dataclass
@@ -37,6 +37,8 @@ def generate(
 ) -> Tensor:
     """Continue (B, T) ids: (B * num_return_sequences, T + new), as Hugging Face's generate does.
 
+    Greedy, sampled, or with num_beams > 1 by beam search. Rows that end early are filled up behind.
+
     Args:
         options: the fields of GenerationOptions.
         attention_mask, generator, processors: as in `decode`.
@@ -45,9 +47,67 @@ def generate(
         ValueError, TypeError: as in GenerationOptions and `decode`; an option that does not exist.
     """
     chosen = GenerationOptions(**options)
+    if chosen.num_beams > 1:
+        from minigpt2.beam import beam_search
+
+        found = beam_search(model, token_ids, chosen, attention_mask, generator, processors)
+        return found[0].clone()  # made outside inference mode, so that it may be trained on
     steps = decode(model, token_ids, chosen, attention_mask, generator, processors)
     rows = token_ids.repeat_interleave(chosen.num_return_sequences, dim=0)
     return torch.cat([rows, *(step.token_ids[:, None] for step in steps)], dim=1)
+
+
+class Texts:
+    """The texts under way, row by row: ids, padding mask and cache, which grow and move together.
+
+    ids: (B, S) prompt and output so far. T: the prompt's length, padding included. steps: how many
+    tokens may follow. eos: the ids that end a text. pads: (B,) left-padding counts, None without.
+    """
+
+    def __init__(
+        self,
+        model: GPT2,
+        token_ids: Tensor,
+        options: GenerationOptions,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        self.steps = _count_steps(model, token_ids, options)
+        self.eos = _end_ids(model, options)
+        self.ids = token_ids
+        self.T = token_ids.shape[1]
+        self._model = model
+        self._mask = _left_padding(token_ids, attention_mask, options, self.eos)  # (B, S)
+        self.pads = None if self._mask is None else (self._mask == 0).sum(dim=1)
+        room = min(self.T + self.steps, model.config.n_positions)
+        weight = model.wte.weight
+        self._cache = KVCache(model.config, len(token_ids), room, weight.dtype, weight.device)
+
+    def next_logits(self) -> Tensor:
+        """Feed what the cache has not seen; the (B, V) float32 logits of the token that follows."""
+        window = self._model.config.n_positions
+        ids, mask, past = self.ids, self._mask, self._cache.length
+        cache: KVCache | None = self._cache
+        if ids.shape[1] > window:
+            # Positions are learned and baked into the cached keys: with the oldest dropped, the
+            # rest would lie at the wrong ones. So the window is read anew.
+            ids, past, cache = ids[:, -window:], 0, None
+            mask = None if mask is None else mask[:, -window:]
+        position_ids = None if mask is None else positions(mask)[:, past:]
+        logits: Tensor = self._model(ids[:, past:], mask, position_ids, cache, logits_to_keep=1)
+        return logits[:, -1].float()
+
+    def append(self, token_ids: Tensor) -> None:
+        """One more token, (B,), to every text."""
+        self.ids = torch.cat([self.ids, token_ids[:, None]], dim=1)
+        if self._mask is not None:
+            self._mask = F.pad(self._mask, (0, 1), value=1)
+
+    def select(self, rows: Tensor) -> None:
+        """Row i goes on from what row rows[i] was."""
+        self.ids = self.ids[rows]
+        self._cache.select(rows)
+        if self._mask is not None and self.pads is not None:
+            self._mask, self.pads = self._mask[rows], self.pads[rows]
 
 
 @torch.inference_mode()
@@ -76,56 +136,30 @@ def decode(
         ValueError: no tokens, an id outside the vocabulary, a prompt longer than n_positions, or a
             mask that is not left padding.
     """
-    steps = _count_steps(model, token_ids, options)
-    eos = _end_ids(model, options)
-    mask = _left_padding(token_ids, attention_mask, options, eos)  # (B, T) or None
-    B, T = token_ids.shape
-    n = options.num_return_sequences
-    pads = None if mask is None else (mask == 0).sum(dim=1).repeat_interleave(n)
-    rules = processors(options, T, pads, eos, user_processors)
-    pad = options.pad_token_id if options.pad_token_id is not None else eos[0] if eos else 0
-    ids = F.pad(token_ids, (0, steps), value=pad)  # (B, T + steps)
-    mask = None if mask is None else F.pad(mask, (0, steps), value=1)
-    weight = model.wte.weight
-    room = min(T + steps, model.config.n_positions)
-    cache = KVCache(model.config, B, room, weight.dtype, weight.device)
-    finished = torch.zeros(B * n, dtype=torch.bool, device=ids.device)
+    texts = Texts(model, token_ids, options, attention_mask)
+    pad = options.pad_token_id if options.pad_token_id is not None else [*texts.eos, 0][0]
+    rows = torch.arange(len(token_ids), device=token_ids.device)
+    rows = rows.repeat_interleave(options.num_return_sequences)
+    finished = torch.zeros(len(rows), dtype=torch.bool, device=token_ids.device)
     was_training = model.training
     model.eval()
     try:
-        for S in range(T, T + steps):
-            logits = _next_logits(model, ids[:, :S], None if mask is None else mask[:, :S], cache)
-            if S == T and n > 1:  # the prompts were read once; from here on each has n rows
-                rows = torch.arange(B, device=ids.device).repeat_interleave(n)
-                ids, logits, mask = ids[rows], logits[rows], None if mask is None else mask[rows]
-                cache.select(rows)
-            scores = logits
-            for rule in rules:
-                scores = rule(ids[:, :S], scores)
-            ids[:, S] = pick(scores, options.samples, generator).masked_fill(finished, pad)
-            finished = finished | torch.isin(ids[:, S], ids.new_tensor(eos))
-            last = S + 1 == T + steps or bool(finished.all())
-            yield Step(ids[:, S], logits, finished, last)
+        for count in range(1, texts.steps + 1):
+            logits = texts.next_logits()  # (B, V)
+            if count == 1:  # each prompt is read once, and then goes on in as many rows as asked
+                texts.select(rows)
+                logits = logits[rows]
+                rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
+            next_ids = pick(apply(rules, texts.ids, logits), options.samples, generator)
+            next_ids = next_ids.masked_fill(finished, pad)
+            texts.append(next_ids)
+            finished = finished | torch.isin(next_ids, next_ids.new_tensor(texts.eos))
+            last = count == texts.steps or bool(finished.all())
+            yield Step(next_ids, logits, finished, last)
             if last:
                 return
     finally:
         model.train(was_training)
-
-
-def _next_logits(model: GPT2, ids: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
-    """Feed what the cache has not seen of (B, S) ids; the (B, V) float32 logits of what follows
-    them."""
-    window = model.config.n_positions
-    if ids.shape[1] > window:
-        # Positions are learned and baked into cached keys, so that dropping the oldest ones would
-        # leave the rest at the wrong place: the window is read anew.
-        ids, past, into = ids[:, -window:], 0, None
-        mask = None if mask is None else mask[:, -window:]
-    else:
-        past, into = cache.length, cache
-    position_ids = None if mask is None else positions(mask)[:, past:]
-    logits: Tensor = model(ids[:, past:], mask, position_ids, into, logits_to_keep=1)
-    return logits[:, -1].float()
 
 
 def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> int:

@@ -29,7 +29,10 @@ class GenerationOptions:
     repetition_penalty: float = 1.0  # above 1: tokens already seen become less likely
     no_repeat_ngram_size: int = 0  # no n-gram twice
     bad_words_ids: Sequence[Sequence[int]] = ()  # sequences that may not come up
-    num_return_sequences: int = 1
+    num_return_sequences: int = 1  # texts per prompt; with beams, the best so many
+    num_beams: int = 1  # above 1: beam search
+    length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
+    early_stopping: bool | str = False  # of beams: True, False (a heuristic) or "never"
     eos_token_id: int | Sequence[int] | None = None  # None: the model's; (): none
     pad_token_id: int | None = None  # fills rows that finished early; None: the first eos_token_id
     context_overflow: str = (
@@ -43,6 +46,7 @@ class GenerationOptions:
             ("top_k", 0),
             ("no_repeat_ngram_size", 0),
             ("num_return_sequences", 1),
+            ("num_beams", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
@@ -56,6 +60,17 @@ class GenerationOptions:
         penalty = self.repetition_penalty
         if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
             raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
+        power = self.length_penalty
+        if not isinstance(power, int | float) or not math.isfinite(power):
+            raise ValueError(f"length_penalty must be a finite number, got {power!r}")
+        if self.early_stopping not in (True, False, "never"):
+            raise ValueError(
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+            )
+        if 1 < self.num_beams < self.num_return_sequences:
+            raise ValueError(
+                f"num_return_sequences {self.num_return_sequences} exceeds num_beams {self.num_beams}"
+            )
         if self.context_overflow not in ("stop", "slide", "error"):
             raise ValueError(
                 f"context_overflow must be stop, slide or error, got {self.context_overflow!r}"

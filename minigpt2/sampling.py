@@ -134,6 +134,13 @@ def processors(
     return [rule for active, rule in rules if active]
 
 
+def apply(rules: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores after all rules."""
+    for rule in rules:
+        scores = rule(ids, scores)
+    return scores
+
+
 def pick(scores: Tensor, sample: bool, generator: torch.Generator | None = None) -> Tensor:
     """(B, V) scores -> (B,) ids: the first highest score, or a draw from their softmax.
 

@@ -1,0 +1,186 @@
+"""Beam search: the K best continuations of every prompt, kept side by side.
+
+The rules are those of Hugging Face's generate (transformers 5.24), length penalty and early
+stopping included. Shapes: B prompts, K = num_beams, S tokens so far, V vocabulary, N candidates of
+a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minigpt2.decoding import Texts
+from minigpt2.model import GPT2
+from minigpt2.options import GenerationOptions
+from minigpt2.sampling import Processor, apply, processors
+
+IMPOSSIBLE = (
+    -1.0e9
+)  # added to a score that must not win; finite, since -inf times 0 is not a number
+
+
+@dataclasses.dataclass
+class Finished:
+    """The best finished texts of every prompt so far, best first."""
+
+    ids: Tensor  # (B, K, T + steps), filled up behind
+    scores: Tensor  # (B, K): sum of log-probabilities / length ** length_penalty
+    ended: Tensor  # (B, K) booleans; False in places still free
+    lengths: Tensor  # (B, K): generated tokens, the end of text included
+
+    def best_of(self, other: Finished, k: int) -> Finished:
+        """The k best of both."""
+        names = [field.name for field in dataclasses.fields(self)]
+        both = [torch.cat([getattr(self, name), getattr(other, name)], dim=1) for name in names]
+        best = torch.cat([self.scores, other.scores], dim=1).topk(k).indices
+        return Finished(*(take(tensor, best) for tensor in both))
+
+
+def take(tensor: Tensor, index: Tensor) -> Tensor:
+    """(B, M, ...) and (B, N) -> (B, N, ...): in every row, the entries that index names."""
+    return tensor[torch.arange(len(index), device=index.device)[:, None], index]
+
+
+@torch.inference_mode()
+def beam_search(
+    model: GPT2,
+    token_ids: Tensor,
+    options: GenerationOptions,
+    attention_mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    user_processors: Sequence[Processor] = (),
+) -> tuple[Tensor, Tensor]:
+    """The num_return_sequences best continuations of each of (B, T) prompts; arguments as in
+    decode.
+
+    Returns:
+        (B * num_return_sequences, T + new) ids, shorter texts filled up behind, and their scores.
+
+    Raises:
+        ValueError: as in decoding.decode.
+    """
+    texts = Texts(model, token_ids, options, attention_mask)
+    was_training = model.training
+    model.eval()
+    try:
+        finished = _search(texts, options, generator, user_processors)
+    finally:
+        model.train(was_training)
+    n = options.num_return_sequences
+    longest = texts.T + int(finished.lengths[:, :n].max())
+    return finished.ids[:, :n, :longest].flatten(0, 1), finished.scores[:, :n].flatten()
+
+
+def _search(
+    texts: Texts,
+    options: GenerationOptions,
+    generator: torch.Generator | None,
+    user_processors: Sequence[Processor],
+) -> Finished:
+    B, K = len(texts.ids), options.num_beams
+    finished = _nothing_finished(texts, options)
+    if texts.steps == 0:
+        return finished
+    logits = texts.next_logits().repeat_interleave(K, dim=0)  # (B * K, V): each prompt is read once
+    texts.select(torch.arange(B, device=logits.device).repeat_interleave(K))
+    keep = len(texts.eos) + 1 if texts.eos else 2
+    rules = processors(options, texts.T, texts.pads, texts.eos, user_processors, keep)
+    running = torch.zeros(B, K, device=logits.device)  # sums of log-probabilities
+    running[:, 1:] = IMPOSSIBLE  # the beams start alike: the first step chooses within one of them
+    hopeful = torch.ones(B, 1, dtype=torch.bool, device=logits.device)  # running may beat finished
+    first_row = K * torch.arange(B, device=logits.device)[:, None]  # (B, 1): of each prompt's beams
+    for length in range(1, texts.steps + 1):
+        log_probs = apply(rules, texts.ids, logits.log_softmax(dim=-1))
+        scores, parents, tokens = _candidates(log_probs, running, options, texts.eos, generator)
+        ends = torch.isin(tokens, tokens.new_tensor(texts.eos)) | (length == texts.steps)  # (B, N)
+        ids = torch.cat([take(texts.ids.view(B, K, -1), parents), tokens[:, :, None]], dim=-1)
+        finished = finished.best_of(
+            _ended(ids, scores, ends, length, finished, hopeful, options), K
+        )
+        running, chosen = (scores + ends * IMPOSSIBLE).topk(K)
+        hopeful = hopeful & _can_improve(running, finished, length, texts.steps, options)
+        full = bool(finished.ended.all()) and options.early_stopping is True
+        if full or not hopeful.any() or ends.all():
+            break
+        texts.select((first_row + take(parents, chosen)).flatten())
+        texts.append(take(tokens, chosen).flatten())
+        logits = texts.next_logits()
+    return finished
+
+
+def _nothing_finished(texts: Texts, options: GenerationOptions) -> Finished:
+    B, K = len(texts.ids), options.num_beams
+    # A pad_token_id of 0 counts as none: Hugging Face's `pad or eos`.
+    fill = (options.pad_token_id or texts.eos[0]) if texts.eos else -1
+    ids = F.pad(texts.ids, (0, texts.steps), value=fill)[:, None].repeat(1, K, 1)
+    nothing = torch.zeros(B, K, dtype=torch.long, device=ids.device)
+    return Finished(ids, nothing + IMPOSSIBLE, nothing.bool(), nothing)
+
+
+def _candidates(
+    log_probs: Tensor,
+    running: Tensor,
+    options: GenerationOptions,
+    eos: Sequence[int],
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The N best next tokens over all beams of a prompt, or N drawn without replacement.
+
+    N is large enough for K beams to go on even if the best candidates all end their text.
+
+    Returns:
+        (B, N) scores, best first; the beam that each continues; its token.
+    """
+    (B, K), V = running.shape, log_probs.shape[-1]
+    total = (log_probs.view(B, K, V) + running[:, :, None]).flatten(1)  # (B, K * V)
+    n = min(max(2, 1 + len(eos)) * K, K * V)
+    if options.samples:
+        index = torch.multinomial(total.softmax(dim=-1), n, generator=generator)
+        scores, order = total.gather(1, index).sort(dim=-1, descending=True)
+        index = index.gather(1, order)
+    else:
+        scores, index = total.topk(n)
+    return scores, index // V, index % V
+
+
+def _ended(
+    ids: Tensor,
+    scores: Tensor,
+    ends: Tensor,
+    length: int,
+    finished: Finished,
+    hopeful: Tensor,
+    options: GenerationOptions,
+) -> Finished:
+    """This step's candidates as finished texts; those that may not be one get an IMPOSSIBLE
+    score."""
+    ended = ends.clone()
+    ended[:, options.num_beams :] = False  # the other candidates only stand by
+    closed = finished.ended.all(dim=-1, keepdim=True) & (options.early_stopping is True)
+    final = scores / length**options.length_penalty
+    final = final + closed * IMPOSSIBLE + ~hopeful * IMPOSSIBLE + ~ended * IMPOSSIBLE
+    width = finished.ids.shape[-1]
+    filler = (
+        finished.ids[:, :1, ids.shape[-1] - width :] if ids.shape[-1] < width else ids[:, :1, :0]
+    )
+    whole = torch.cat([ids, filler.expand(-1, ids.shape[1], -1)], dim=-1)
+    return Finished(whole, final, ended, torch.full_like(ended, length, dtype=torch.long))
+
+
+def _can_improve(
+    running: Tensor, finished: Finished, length: int, steps: int, options: GenerationOptions
+) -> Tensor:
+    """(B, 1): whether the best running beam could still displace the worst finished text.
+
+    Its sum only falls, but its length may grow: early_stopping="never" reckons with the longest
+    text where that helps, False with the present length (a heuristic), True likewise."""
+    if options.early_stopping == "never" and options.length_penalty > 0:
+        length = steps
+    best = running[:, :1] / length**options.length_penalty
+    worst = finished.scores.amin(dim=1, keepdim=True).where(finished.ended, IMPOSSIBLE)  # (B, K)
+    improves: Tensor = (best > worst).any(dim=-1, keepdim=True)
+    return improves
