@@ -7,13 +7,13 @@ a step."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt2.decoding import Texts
+from minigpt2.decoding import Step, Texts
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, processors
@@ -73,6 +73,26 @@ def beam_search(
     n = options.num_return_sequences
     longest = texts.T + int(finished.lengths[:, :n].max())
     return finished.ids[:, :n, :longest].flatten(0, 1), finished.scores[:, :n].flatten()
+
+
+def beam_steps(
+    model: GPT2,
+    token_ids: Tensor,
+    options: GenerationOptions,
+    generator: torch.Generator | None = None,
+    user_processors: Sequence[Processor] = (),
+) -> Iterator[Step]:
+    """The texts that beam search found, walked through as decoding.decode gives out its own."""
+    found, _ = beam_search(model, token_ids, options, None, generator, user_processors)
+    T = token_ids.shape[1]
+    texts = Texts(model, found[:, :T].clone(), options)
+    finished = torch.zeros(len(found), dtype=torch.bool, device=found.device)
+    for column in range(T, found.shape[1]):
+        with torch.inference_mode():
+            logits = texts.next_logits()
+            texts.append(found[:, column])
+        finished = finished | torch.isin(found[:, column], found.new_tensor(texts.eos))
+        yield Step(found[:, column], logits, finished, last=column + 1 == found.shape[1])
 
 
 def _search(

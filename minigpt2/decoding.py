@@ -73,6 +73,7 @@ class Texts:
     ) -> None:
         self.steps = _count_steps(model, token_ids, options)
         self.eos = _end_ids(model, options)
+        _check_vocabulary(model.config.vocab_size, options)
         self.ids = token_ids
         self.T = token_ids.shape[1]
         self._model = model
@@ -181,6 +182,15 @@ def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> 
         total = f"{T} prompt tokens + {options.max_new_tokens} new ones"
         raise ValueError(f"{total} exceed n_positions {window} by more than one: ask for fewer")
     return min(options.max_new_tokens, window + 1 - T)
+
+
+def _check_vocabulary(vocab_size: int, options: GenerationOptions) -> None:
+    named = {"pad_token_id": [options.pad_token_id or 0]}
+    named |= {f"bad_words_ids {list(word)}": list(word) for word in options.bad_words_ids}
+    for name, token_ids in named.items():
+        if max(token_ids) >= vocab_size:
+            last = vocab_size - 1
+            raise ValueError(f"{name}: {max(token_ids)} is outside the vocabulary 0..{last}")
 
 
 def _end_ids(model: GPT2, options: GenerationOptions) -> list[int]:

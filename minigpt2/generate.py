@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from minigpt2.tokenizer import Tokenizer
 
 PROG = "minigpt2.generate"
+SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # any of them turns sampling on
 EPILOG = r"""\ Greedy by default. Any of --do-sample, --temperature, --top-k, --top-p and --min-p
 turns sampling on; scores pass through the repetition penalty, temperature, top-k, top-p and min-p
 in this order. Hugging Face's generate has a hidden top_k of 50 when it samples; here top-k is off
@@ -84,6 +85,14 @@ def build_parser() -> Parser:
         default=1,
         metavar="N",
         help="several texts, --- between them",
+    )
+    add("--num-beams", type=int, default=1, help="above 1: beam search, shown when it has ended")
+    add("--length-penalty", type=float, default=1.0, help="of beams: above 0 favours long texts")
+    add(
+        "--early-stopping",
+        choices=("true", "false", "never"),
+        default="false",
+        help="of beams: when that many texts have ended; by a heuristic; or when none can improve",
     )
     add(
         "--stop",
@@ -162,19 +171,11 @@ def build_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError: one is out of range.
     """
-    sampling = ("temperature", "top_k", "top_p", "min_p")
-    fixed = (
-        "max_new_tokens",
-        "min_new_tokens",
-        "repetition_penalty",
-        "no_repeat_ngram_size",
-        "context_overflow",
-    )
-    options = {name: getattr(args, name) for name in fixed}
-    options |= {name: getattr(args, name) for name in sampling if getattr(args, name) is not None}
-    options["do_sample"] = args.do_sample or any(
-        getattr(args, name) is not None for name in sampling
-    )
+    fields = {field.name for field in dataclasses.fields(GenerationOptions)}
+    options = {k: v for k, v in vars(args).items() if k in fields and v is not None}
+    del options["num_return_sequences"]  # an argument of its own in stream_rows
+    options["do_sample"] = args.do_sample or not options.keys().isdisjoint(SAMPLING)
+    options["early_stopping"] = {"true": True, "false": False}.get(args.early_stopping, "never")
     if args.ignore_eos:
         options["eos_token_id"] = ()
     GenerationOptions(num_return_sequences=args.num_return_sequences, **options)

@@ -68,9 +68,8 @@ class GenerationOptions:
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
             )
         if 1 < self.num_beams < self.num_return_sequences:
-            raise ValueError(
-                f"num_return_sequences {self.num_return_sequences} exceeds num_beams {self.num_beams}"
-            )
+            texts = f"num_return_sequences {self.num_return_sequences}"
+            raise ValueError(f"{texts} exceeds num_beams {self.num_beams}")
         if self.context_overflow not in ("stop", "slide", "error"):
             raise ValueError(
                 f"context_overflow must be stop, slide or error, got {self.context_overflow!r}"

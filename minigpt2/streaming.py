@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from minigpt2.beam import beam_steps
 from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
+from minigpt2.sampling import Processor, forbid
 from minigpt2.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -73,6 +75,7 @@ def stream(
     stop: Sequence[str] = (),
     top_logprobs: int = 0,
     generator: torch.Generator | None = None,
+    processors: Sequence[Processor] = (),
     **options: Any,
 ) -> Iterator[TextStep]:
     """Continue a prompt, one step per token.
@@ -83,13 +86,18 @@ def stream(
         stop: strings that end the text, wherever they lie across tokens; neither they nor what
             follows is given out. The prompt does not count.
         top_logprobs: how many alternatives to report with each token.
-        options: the fields of GenerationOptions, num_return_sequences excepted.
+        generator, processors: as in decoding.decode.
+        options: the fields of GenerationOptions, num_return_sequences excepted. With num_beams
+            above 1 nothing is given out before the search has ended.
 
     Raises:
         ValueError: as in decoding.decode; an empty stop string.
     """
-    for rows in stream_rows(model, tokenizer, prompt, 1, stop, top_logprobs, generator, **options):
-        yield from rows.values()
+    rows = stream_rows(
+        model, tokenizer, prompt, 1, stop, top_logprobs, generator, processors, **options
+    )
+    for step in rows:
+        yield from step.values()
 
 
 def stream_rows(
@@ -100,6 +108,7 @@ def stream_rows(
     stop: Sequence[str] = (),
     top_logprobs: int = 0,
     generator: torch.Generator | None = None,
+    processors: Sequence[Processor] = (),
     **options: Any,
 ) -> Iterator[dict[int, TextStep]]:
     """As `stream`, for n continuations at once: each step's {row: TextStep}, without the rows that
@@ -108,8 +117,14 @@ def stream_rows(
     chosen = GenerationOptions(num_return_sequences=n, **options)
     builders = [TextBuilder(tokenizer, stop) for _ in range(n)]
     running = dict(enumerate(builders))
-    device = model.wte.weight.device
-    steps = decode(model, torch.tensor([ids], device=device), chosen, generator=generator)
+    # A vocabulary rounded up for speed has ids that no text can hold.
+    unused = range(tokenizer.n_vocab, model.config.vocab_size)
+    rules = [*processors, lambda _, scores: forbid(scores, unused)] if unused else processors
+    prompt_tensor = torch.tensor([ids], device=model.wte.weight.device)
+    if chosen.num_beams > 1:
+        steps = beam_steps(model, prompt_tensor, chosen, generator, rules)
+    else:
+        steps = decode(model, prompt_tensor, chosen, None, generator, rules)
     for step in steps:
         log_probs = step.logits.log_softmax(dim=-1)
         rows = {}

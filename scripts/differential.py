@@ -4,7 +4,8 @@
 
 Every case draws a config, prompts (some left-padded), and options: greedy, sampling, beams, beam
 sampling, penalties, several ends of text, lengths. Both sides get the same torch seed. A case
-counts as different unless all ids are equal. Exit status: 0 if none differs, 1 otherwise."""
+counts as different unless all ids are equal. Exit status: 0 if none differs, 1 otherwise.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Compare minigpt2 with Hugging Face's GPT2LMHeadModel, stage by stage and bit by bit.
 
-    python scripts/parity.py --size gpt2                  # random weights, made harsh python
-    scripts/parity.py --model gpt2                 # the official weights, where they can be had
+    python scripts/parity.py --size gpt2     # random weights of that shape, made harsh
+    python scripts/parity.py --model gpt2    # a checkpoint: an official one, tales, a folder
 
 Every row is a situation, every figure a largest absolute difference. The fused arithmetic is held
 against Hugging Face's default attention (sdpa) and must be bit-equal: 0 everywhere. The explicit
 one is held against their eager attention and must stay within rounding: 1e-5 of the largest logit
-in float32, 2e-2 in bfloat16. Exit status: 0 if so, 1 if not."""
+in float32, 5e-2 in bfloat16. Exit status: 0 if so, 1 if not.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +37,8 @@ SIZES = {
     "gpt2-large": GPT2Config(n_layer=36, n_head=20, n_embd=1280),
     "gpt2-xl": GPT2Config(n_layer=48, n_head=25, n_embd=1600),
 }
-BOUNDS = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 2e-2,
-}  # of explicit arithmetic, relative to the largest logit
+# How far explicit arithmetic may be off, relative to the largest logit.
+BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
 @torch.no_grad()

@@ -2,15 +2,17 @@
 
     python scripts/train.py --data stories.txt --validation held_out.txt --out weights/mine
 
-Texts may be .txt, .xz or .gz; a line <|endoftext|> separates documents. Naming a file twice weights
-it twice. The run can be stopped at any time: the same command goes on from its last checkpoint
-(OUT/training.pt)."""
+Texts may be .txt, .xz or .gz; <|endoftext|> separates documents. Naming a file twice weights it
+twice. The run can be stopped at any time: the same command goes on from OUT/training.pt, and its
+steps are those of an unbroken run.
+"""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import dataclasses
+import functools
 import gzip
 import lzma
 import math
@@ -114,47 +116,61 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
     return float(args.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))))
 
 
+def check_loss(loss: float, args: argparse.Namespace) -> None:
+    """Refuse a loss that is no longer a number."""
+    if not math.isfinite(loss):
+        raise ValueError(f"the loss is {loss}: lower --lr ({args.out} keeps the last good state)")
+
+
+def take_step(
+    model: GPT2,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    next_blocks: Callable[[], Tensor],
+    loss_of: LossFunction,
+) -> float:
+    """One update from args.accumulate passes; their mean loss.
+
+    Raises:
+        ValueError: the loss is no longer a number. The weights are as they were.
+    """
+    total = 0.0
+    for _ in range(args.accumulate):
+        loss = loss_of(model, next_blocks()) / args.accumulate
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    check_loss(total, args)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
 def train(model: GPT2, args: argparse.Namespace, tokens: np.ndarray, held_out: np.ndarray) -> None:
     """Run args.steps steps, with an evaluation and a checkpoint every args.eval_every."""
     length = model.config.n_positions
     optimizer = make_optimizer(model, args)
     rng = np.random.default_rng(args.seed)
-    step = resume(model, optimizer, rng, args.out)
+    first = resume(model, optimizer, rng, args.out)
     loss_of: LossFunction = torch.compile(block_loss) if args.compile else block_loss
     if args.bf16:
         loss_of = torch.autocast("cpu", torch.bfloat16)(loss_of)
     model.train()
-    bar = tqdm(total=args.steps, initial=step, unit="step", mininterval=5, dynamic_ncols=True)
-    while step < args.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        total = 0.0
-        for _ in range(args.accumulate):
-            loss = (
-                loss_of(model, random_blocks(tokens, args.batch_size, length, rng))
-                / args.accumulate
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        if not math.isfinite(total):
-            raise ValueError(
-                f"the loss is {total} at step {step}: lower --lr ({args.out} keeps the last state)"
-            )
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        bar.update()
-        bar.set_postfix_str(f"loss {total:.3f}", refresh=False)
-        if step % args.eval_every == 0 or step == args.steps:
-            loss_now = validation_loss(model, held_out, args.batch_size, loss_of)
-            seen = step * args.batch_size * args.accumulate * length
-            bar.write(
-                f"step {step}  tokens {seen:,}  train {total:.4f}  validation {loss_now:.4f}",
-                sys.stdout,
-            )
-            save(model, optimizer, rng, step, args.out)
-    bar.close()
+    steps = range(first + 1, args.steps + 1)
+    with tqdm(steps, initial=first, total=args.steps, unit="step", mininterval=5) as bar:
+        for step in bar:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step - 1, args)
+            blocks = functools.partial(random_blocks, tokens, args.batch_size, length, rng)
+            loss = take_step(model, optimizer, args, blocks, loss_of)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+            if step % args.eval_every == 0 or step == args.steps:
+                held = validation_loss(model, held_out, args.batch_size, loss_of)
+                check_loss(held, args)  # before what is good on disk is replaced
+                seen = f"{step * args.batch_size * args.accumulate * length:,}"
+                report = f"step {step}  tokens {seen}  train {loss:.4f}  validation {held:.4f}"
+                bar.write(report, sys.stdout)
+                save(model, optimizer, rng, step, args.out)
 
 
 def save(
@@ -163,7 +179,7 @@ def save(
     """The weights in bfloat16 for use, and everything in full for resuming."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state["rng"] = rng.bit_generator.state
+    state |= {"rng": rng.bit_generator.state, "torch_rng": torch.get_rng_state()}  # data, dropout
     replace_file(out / "training.pt", lambda path: torch.save(state, path))
 
 
@@ -177,6 +193,7 @@ def resume(
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     rng.bit_generator.state = state["rng"]
+    torch.set_rng_state(state["torch_rng"])
     return int(state["step"])
 
 

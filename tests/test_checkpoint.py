@@ -292,7 +292,7 @@ DAMAGED = {
     "shared range": header({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}) + b"\0" * 8,
     "unknown dtype": header({"a": entry([2], 0, 8, "F99")}) + b"\0" * 8,
     "not UTF-8": struct.pack("<Q", 8) + b"\xff" * 8,
-    "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n",
+    "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5481\n",
     "HTML": b"<!DOCTYPE html><html></html>",
     "zip": b"PK\3\4" + b"\0" * 60,
     "pickle": pickle.dumps({"a": 1}),

@@ -1,0 +1,482 @@
+"""The command line, through subprocesses: bytes on standard output, exit codes, signals, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from parity import harsh_model
+
+from minigpt2 import GPT2, GPT2Config, Tokenizer, generate, hub
+from minigpt2.decoding import decode
+
+TOKENIZER = Tokenizer.from_pretrained("gpt2")
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model that speaks GPT-2's vocabulary."""
+    path = tmp_path_factory.mktemp("small")
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64, eos_token_id=50256)
+    harsh_model(config).save_pretrained(path)
+    return path
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HF_", "LC_"))
+    }
+    root = str(Path(generate.__file__).parents[1])
+    return kept | {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1"} | extra
+
+
+def run(
+    *arguments: str | Path, stdin: bytes = b"", **extra: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-m", "minigpt2.generate", *map(str, arguments)]
+    return subprocess.run(
+        command, input=stdin, capture_output=True, env=environment(**extra), timeout=60, check=False
+    )
+
+
+def main(
+    capfd: pytest.CaptureFixture[str], *arguments: str | Path, status: int = 0
+) -> tuple[str, str]:
+    """The command line in this process: (stdout, stderr)."""
+    try:
+        code = generate.main([str(argument) for argument in arguments])
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out, err = capfd.readouterr()
+    assert code == status, err
+    return out, err
+
+
+def greedy_text(folder: Path, prompt: str, n: int) -> str:
+    model = GPT2.from_pretrained(folder)
+    ids = TOKENIZER.encode(prompt)
+    return TOKENIZER.decode(
+        model.generate(torch.tensor([ids]), max_new_tokens=n)[0, len(ids) :].tolist()
+    )
+
+
+def test_standard_output_is_prompt_and_text_and_one_newline(folder: Path) -> None:
+    done = run(PROMPT, "-m", folder, "-n", "8")
+    assert done.stdout.decode() == PROMPT + greedy_text(folder, PROMPT, 8).rstrip("\n") + "\n"
+    assert done.returncode == 0
+    assert done.stderr == b""
+
+
+def test_no_echo_no_stream(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = greedy_text(folder, PROMPT, 8).rstrip("\n") + "\n"
+    assert main(capfd, PROMPT, "-m", folder, "-n", "8", "--no-echo", "--no-stream")[0] == text
+
+
+def test_the_shipped_model_tells_the_same_story_twice() -> None:
+    options = ("-m", "tales", "-n", "60", "--temperature", "0.8", "--top-k", "40", "--seed", "1")
+    first, second = run(PROMPT, *options), run(PROMPT, *options)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    text = first.stdout.decode()
+    assert text.startswith(PROMPT)
+    assert len(text.split()) > 30
+
+
+def test_auto_says_which_model_and_why() -> None:
+    done = run(PROMPT, "-n", "1", "--offline")
+    assert done.returncode == 0
+    assert b"minigpt2.generate: model tales: gpt2 is not in the cache" in done.stderr
+    assert run(PROMPT, "-n", "1", "--offline", "-q").stderr == b""
+
+
+def test_auto_falls_back_within_two_seconds_and_a_named_model_fails_within_five(
+    tmp_path: Path,
+) -> None:
+    # An address of this machine that takes no connections; hanging ones are in test_hub.py.
+    extra = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    code = "import time; t = time.monotonic(); from minigpt2 import hub; print(hub.auto()[0]); "
+    code += "print(time.monotonic() - t)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(**extra), check=True
+    )
+    name, seconds = done.stdout.split()
+    assert name == b"tales"
+    assert float(seconds) < 2
+    started = time.monotonic()
+    failed = run(PROMPT, "-m", "gpt2", **extra)
+    assert time.monotonic() - started < 5
+    assert failed.returncode == 1
+    assert failed.stdout == b""
+    assert failed.stderr.count(b"\n") == 1
+    assert b"cannot be reached" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "prompt"),
+    [(b"Hi\n", "Hi"), (b"Hi", "Hi"), (b"Hi\n\n", "Hi\n"), (b"Hi\r\n", "Hi"), (b" Hi", " Hi")],
+)
+def test_files_and_stdin_lose_exactly_one_newline(
+    content: bytes, prompt: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(content)
+    out, _ = main(capfd, "-f", file, "-m", folder, "-n", "2", "--json")
+    assert json.loads(out)["prompt"] == prompt
+
+
+@pytest.mark.parametrize("arguments", [("-",), ()])
+def test_stdin_is_read_where_no_prompt_is_given(arguments: tuple[str, ...], folder: Path) -> None:
+    done = run(*arguments, "-m", folder, "-n", "2", "--json", stdin="Hé\n".encode())
+    assert json.loads(done.stdout)["prompt"] == "Hé"
+
+
+def test_stdin_is_not_read_where_one_is(folder: Path) -> None:
+    reader, writer = os.pipe()  # nothing is ever written: reading would hang
+    command = [sys.executable, "-m", "minigpt2.generate", "Hi", "-m", str(folder), "-n", "1"]
+    done = subprocess.run(
+        command, stdin=reader, capture_output=True, env=environment(), timeout=60, check=False
+    )
+    os.close(reader)
+    os.close(writer)
+    assert done.returncode == 0
+
+
+def test_no_prompt_on_a_terminal_is_a_usage_error_with_an_example() -> None:
+    controller, terminal = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "minigpt2.generate", "-m", "tales"],
+        stdin=terminal, capture_output=True, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+    os.close(controller)
+    os.close(terminal)
+    assert done.returncode == 2
+    assert b'python -m minigpt2.generate "Once upon a time"' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--top-p", "1.5"], "top_p must be a number from 0 to 1, got 1.5"),
+        (["--temperature", "-1"], "temperature must be"),
+        (["--temperature", "nan"], "temperature must be"),
+        (["--top-k", "-1"], "top_k must be a whole number of at least 0, got -1"),
+        (["-n", "-5"], "max_new_tokens must be"),
+        (["-n", "x"], "invalid int value"),
+        (["--repetition-penalty", "0"], "repetition_penalty must be a number above 0"),
+        (["--num-return-sequences", "0"], "num_return_sequences must be"),
+        (["--num-beams", "0"], "num_beams must be"),
+        (["--num-beams", "2", "--num-return-sequences", "3"], "exceeds num_beams 2"),
+        (["--stop", ""], "--stop must not be empty"),
+        (["--logprobs", "3"], "--logprobs needs --json"),
+        (["--logprobs", "99", "--json"], "--logprobs must be from 0 to 50"),
+        (["--seed", "-1"], "--seed must be"),
+        (["--dtype", "int3"], "invalid choice"),
+        (["--tempera", "1"], "unrecognized arguments"),
+        (["-p", "two"], "give one prompt"),
+        (["-f", "x.txt"], "give one prompt"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_2_before_any_model(
+    arguments: list[str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_model(*_args: object) -> None:
+        raise AssertionError("a model was looked for")
+
+    monkeypatch.setattr(hub, "find", no_model)
+    out, err = main(capfd, PROMPT, *arguments, "-m", "gpt2", status=2)
+    assert out == ""
+    assert err.startswith("minigpt2.generate: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_usage_errors_do_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom minigpt2 import generate\n"
+        "try: generate.main(['x', '--top-p', '7'])\n"
+        "except SystemExit as e: print(e.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
+    )
+    assert done.stdout == b"2 False\n"
+
+
+def test_the_package_never_imports_transformers(folder: Path) -> None:
+    code = (
+        "import sys\nfrom minigpt2 import generate\n"
+        f"generate.main(['x', '-m', {str(folder)!r}, '-n', '1'])\n"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, env=environment(), check=True
+    )
+    assert done.stdout.endswith(b"\nFalse\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "no/such/folder"], "no/such/folder: no such folder"),
+        (["-f", "no-such-file.txt"], "No such file"),
+        (["-m", "tales", "--device", "nonsense"], "--device nonsense"),
+    ],
+)
+def test_failures_are_one_line_and_1(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = [] if "-f" in arguments else [PROMPT]
+    out, err = main(capfd, *prompt, *arguments, status=1)
+    assert out == ""
+    assert err.startswith("minigpt2.generate: error: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_traceback_with_verbose_only(capfd: pytest.CaptureFixture[str]) -> None:
+    _, err = main(capfd, PROMPT, "-m", "no/such/folder", "-v", status=1)
+    assert "Traceback" in err
+    assert "minigpt2.generate: error: no/such/folder" in err.splitlines()[-1]
+
+
+def test_a_prompt_longer_than_the_window(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    long = "a " * 100
+    _, err = main(capfd, long, "-m", folder, "-q", status=1)
+    assert "tokens exceed n_positions 64" in err
+    out, _ = main(capfd, long, "-m", folder, "-n", "3", "--context-overflow", "slide", "--json")
+    assert len(json.loads(out)["token_ids"]) == 3
+
+
+def test_json_can_be_parsed_back(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = main(
+        capfd, PROMPT, "-m", folder, "-n", "4", "--json", "--logprobs", "2", "--seed", "7",
+        "-t", "0.5", "--num-return-sequences", "2", "--stop", "zzz",
+    )  # fmt: skip
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert len(lines) == 2
+    for found in lines:
+        assert found["model"] == str(folder)
+        assert found["prompt"] == PROMPT
+        assert found["prompt_token_ids"] == TOKENIZER.encode(PROMPT)
+        assert found["text"] == TOKENIZER.decode(found["token_ids"])
+        assert found["finish_reason"] == "length"
+        assert found["usage"] == {"prompt_tokens": 4, "completion_tokens": 4}
+        assert found["settings"]["seed"] == 7
+        assert found["settings"]["temperature"] == 0.5
+        assert found["settings"]["do_sample"] is True
+        assert found["settings"]["stop"] == ["zzz"]
+        assert set(found["timing_s"]) == {"load", "first_token", "generate"}
+        assert [entry["token_id"] for entry in found["logprobs"]] == found["token_ids"]
+        assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in found["logprobs"])
+
+
+def test_several_texts_are_separated(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ("-m", folder, "-n", "5", "-t", "1", "--seed", "3", "--num-return-sequences", "3")
+    out, _ = main(capfd, "Hi", *options)
+    texts = out.split("\n---\n")
+    assert len(texts) == 3
+    assert all(text.startswith("Hi") for text in texts)
+    parsed, _ = main(capfd, "Hi", *options, "--json")
+    expected = ["Hi" + json.loads(line)["text"].rstrip("\n") for line in parsed.splitlines()]
+    assert [text.rstrip("\n") for text in texts] == expected
+
+
+def test_beams(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = GPT2.from_pretrained(folder)
+    ids = TOKENIZER.encode("Hi")
+    best = model.generate(
+        torch.tensor([ids]), max_new_tokens=6, num_beams=3, num_return_sequences=2
+    )
+    out, _ = main(
+        capfd, "Hi", "-m", folder, "-n", "6", "--num-beams", "3", "--num-return-sequences", "2",
+        "--json", "--logprobs", "0",
+    )  # fmt: skip
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [line["token_ids"] for line in found] == best[:, len(ids) :].tolist()
+
+
+def test_any_sampling_flag_samples_and_zero_is_greedy(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    greedy = greedy_text(folder, "Hi", 6).rstrip("\n")
+    for flags in ((), ("-t", "0"), ("--top-k", "1"), ("--top-p", "0"), ("-t", "1e-40")):
+        assert main(capfd, "Hi", "-m", folder, "-n", "6", "-q", *flags)[0] == f"Hi{greedy}\n", flags
+
+
+def test_the_seed_is_the_peers(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = GPT2.from_pretrained(folder)
+    ids = TOKENIZER.encode("Hi")
+    torch.manual_seed(11)
+    expected = model.generate(
+        torch.tensor([ids]), max_new_tokens=6, do_sample=True, temperature=2.0
+    )
+    out, _ = main(capfd, "Hi", "-m", folder, "-n", "6", "-t", "2", "--seed", "11", "--json")
+    assert json.loads(out)["token_ids"] == expected[0, len(ids) :].tolist()
+
+
+def test_a_drawn_seed_is_shown_and_repeats_the_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, err = main(capfd, "Hi", "-m", folder, "-n", "6", "-t", "2")
+    seed = err.split("seed ")[1].split()[0]
+    assert main(capfd, "Hi", "-m", folder, "-n", "6", "-t", "2", "--seed", seed)[0] == out
+
+
+def test_a38_an_empty_prompt_and_a_newline(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, err = main(capfd, "--prompt", "", "-m", folder, "-n", "3")
+    assert "starting from <|endoftext|>" in err
+    assert "<|endoftext|>" not in out
+    parsed, _ = main(capfd, "\n", "-m", folder, "-n", "1", "--json")
+    assert json.loads(parsed)["prompt_token_ids"] == [198]
+    assert run("-m", folder, "-n", "2", stdin=b"").returncode == 0
+
+
+def test_a_space_at_the_end_gets_a_hint(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert "ends in a space" in main(capfd, "Hi ", "-m", folder, "-n", "1")[1]
+    assert main(capfd, "Hi ", "-m", folder, "-n", "1", "-q")[1] == ""
+
+
+def test_a13_end_of_text_in_the_prompt(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompt = "a<|endoftext|>b"
+    for flags, ids in (
+        ((), [64, 50256, 65]),
+        (("--plain-special",), [64, 27, 91, 437, 1659, 5239, 91, 29, 65]),
+    ):
+        out, _ = main(capfd, prompt, "-m", folder, "-n", "1", "--json", *flags)
+        assert json.loads(out)["prompt_token_ids"] == ids
+        assert json.loads(out)["prompt"] == prompt
+
+
+def test_a14_bytes_that_are_no_utf8(folder: Path, tmp_path: Path) -> None:
+    by_argument = run(os.fsdecode(b"caf\xe9"), "-m", folder, "-n", "1", "--no-stream")
+    assert by_argument.returncode == 0, by_argument.stderr
+    assert by_argument.stdout.decode().startswith("caf�")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    assert run("-f", tmp_path / "latin", "-m", folder, "-n", "1").stdout == by_argument.stdout
+
+
+def test_a19_an_ascii_terminal_never_crashes(folder: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run("\U0001f44d é", "-m", folder, "-n", "3", **plain)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.isascii()
+    latin = run("\U0001f44d é", "-m", folder, "-n", "3", PYTHONIOENCODING="latin-1")
+    assert latin.returncode == 0
+    assert b"\\U0001f44d" in latin.stdout
+
+
+def test_color(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out, _ = main(capfd, "Hi", "-m", folder, "-n", "2", "--color", "always")
+    assert out.startswith("\x1b[1mHi\x1b[0m")
+    for color in ("never", "auto"):
+        assert "\x1b" not in main(capfd, "Hi", "-m", folder, "-n", "2", "--color", color)[0]
+
+
+@pytest.mark.parametrize(
+    ("extra", "bold"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_color_on_a_terminal(extra: dict[str, str], bold: bool, folder: Path) -> None:
+    controller, terminal = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-m", "minigpt2.generate", "Hi", "-m", str(folder), "-n", "1"],
+        stdout=terminal, stderr=subprocess.DEVNULL, env=environment(**({"TERM": "xterm"} | extra)),
+        timeout=60, check=True,
+    )  # fmt: skip
+    os.close(terminal)
+    assert (b"\x1b[1m" in os.read(controller, 4096)) is bold
+    os.close(controller)
+
+
+def test_statistics_on_request(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    _, err = main(capfd, "Hi", "-m", folder, "-n", "4", "-v", "-t", "1", "--seed", "5")
+    assert f"{folder}, cpu, float32, 1 prompt tokens, 4 tokens, " in err
+    assert err.endswith("tok/s, seed 5, length\n")
+
+
+def start(*arguments: str | Path, **extra: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-u", "-m", "minigpt2.generate", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(**extra)
+    )
+
+
+def test_a_reader_that_goes_away_ends_it_silently_with_141(folder: Path) -> None:
+    running = start("Hi", "-m", folder, "-n", "5000", "--context-overflow", "slide", "--ignore-eos")
+    assert running.stdout is not None
+    assert running.stderr is not None
+    assert len(running.stdout.read(10)) == 10  # as head -c 10 does
+    running.stdout.close()
+    assert running.wait(timeout=60) == 141
+    assert running.stderr.read() == b""
+    running.stderr.close()
+
+
+@pytest.mark.parametrize("json_flag", [(), ("--json",)])
+def test_ctrl_c_keeps_the_text_so_far_and_exits_130(
+    json_flag: tuple[str, ...], folder: Path
+) -> None:
+    arguments = ("Hi", "-m", folder, "-n", "100000", "--context-overflow", "slide", "--ignore-eos")
+    running = start(*arguments, *json_flag)
+    assert running.stdout is not None
+    if json_flag:
+        time.sleep(6)  # nothing shows that it has begun
+    else:
+        assert running.stdout.read(10).startswith(b"Hi")
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 130
+    assert b"Traceback" not in err
+    assert out.endswith(b"\n")
+    if json_flag and out.strip():
+        assert json.loads(out)["finish_reason"] == "interrupted"
+
+
+def test_ctrl_c_after_three_tokens(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def three(*args: object, **options: object) -> object:
+        for count, step in enumerate(decode(*args, **options)):  # type: ignore[arg-type]
+            if count == 3:
+                raise KeyboardInterrupt
+            yield step
+
+    monkeypatch.setattr("minigpt2.streaming.decode", three)
+    out, _ = main(capfd, "Hi", "-m", folder, "-n", "50", "--json", status=130)
+    found = json.loads(out)
+    assert len(found["token_ids"]) == 3
+    assert found["finish_reason"] == "interrupted"
+    out, _ = main(capfd, "Hi", "-m", folder, "-n", "50", status=130)
+    assert out == "Hi" + found["text"].rstrip("\n") + "\n"
+
+
+def test_an_emoji_across_tokens_comes_whole(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [50169, 235, 8582, 237, 121]
+    script = iter(ids)
+
+    def scripted(_scores: torch.Tensor, *_rest: object) -> torch.Tensor:
+        return torch.tensor([next(script)])
+
+    monkeypatch.setattr("minigpt2.decoding.pick", scripted)
+    out, _ = main(capfd, "Hi", "-m", folder, "-n", "5")
+    assert out == "Hi \U0001f44d\U0001f3fd\n"
+
+
+def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(capfd, "--version")[0].startswith("minigpt2 0.")
+    out, _ = main(capfd, "--help")
+    assert "hidden top_k of 50" in out
+    assert "repetition penalty, temperature, top-k, top-p" in " ".join(out.split())
