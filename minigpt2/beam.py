@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt2.decoding import Step, Texts
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, processors
+from minigpt2.texts import Step, Texts
 
 IMPOSSIBLE = (
     -1.0e9
@@ -79,20 +79,28 @@ def beam_steps(
     model: GPT2,
     token_ids: Tensor,
     options: GenerationOptions,
+    attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     user_processors: Sequence[Processor] = (),
 ) -> Iterator[Step]:
-    """The texts that beam search found, walked through as decoding.decode gives out its own."""
-    found, _ = beam_search(model, token_ids, options, None, generator, user_processors)
+    """The texts that beam search found, walked through token by token for their logits."""
+    found, _ = beam_search(model, token_ids, options, attention_mask, generator, user_processors)
     T = token_ids.shape[1]
-    texts = Texts(model, found[:, :T].clone(), options)
+    rows = torch.arange(len(token_ids)).repeat_interleave(options.num_return_sequences)
+    mask = None if attention_mask is None else attention_mask[rows]
+    texts = Texts(model, found[:, :T].clone(), options, mask)
     finished = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    for column in range(T, found.shape[1]):
-        with torch.inference_mode():
-            logits = texts.next_logits()
-            texts.append(found[:, column])
-        finished = finished | torch.isin(found[:, column], found.new_tensor(texts.eos))
-        yield Step(found[:, column], logits, finished, last=column + 1 == found.shape[1])
+    was_training = model.training
+    model.eval()
+    try:
+        for column in range(T, found.shape[1]):
+            with torch.inference_mode():
+                logits = texts.next_logits()
+                texts.append(found[:, column])
+            finished = finished | torch.isin(found[:, column], found.new_tensor(texts.eos))
+            yield Step(found[:, column], logits, finished, last=column + 1 == found.shape[1])
+    finally:
+        model.train(was_training)
 
 
 def _search(

@@ -47,6 +47,10 @@ class KVCache:
         """Count n more tokens as filled."""
         self.length += n
 
+    def crop(self, length: int) -> None:
+        """Forget all tokens behind the first `length`."""
+        self.length = min(self.length, length)
+
     def select(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was: to reorder beams, or to copy a prompt for several
         samples."""

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt2.cache import KVCache
-from minigpt2.model import GPT2, positions
+from minigpt2.beam import beam_steps
+from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, pick, processors
-
-
-@dataclasses.dataclass
-class Step:
-    """One token for every row of the batch."""
-
-    token_ids: Tensor  # (B,); pad_token_id in rows that had finished before
-    logits: Tensor  # (B, V) float32, as the model gave them
-    finished: Tensor  # (B,) booleans: this token, or an earlier one, ended the text
-    last: bool  # no step follows, whether the rows have finished or not
+from minigpt2.speculative import speculate
+from minigpt2.texts import Step, Texts
 
 
 def generate(
@@ -33,85 +23,26 @@ def generate(
     attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
+    assistant_model: GPT2 | None = None,
     **options: Any,
 ) -> Tensor:
     """Continue (B, T) ids: (B * num_return_sequences, T + new), as Hugging Face's generate does.
 
-    Greedy, sampled, or with num_beams > 1 by beam search. Rows that end early are filled up behind.
+    Rows that end early are filled up behind.
 
     Args:
         options: the fields of GenerationOptions.
-        attention_mask, generator, processors: as in `decode`.
+        attention_mask, generator, processors, assistant_model: as in `decode`.
 
     Raises:
         ValueError, TypeError: as in GenerationOptions and `decode`; an option that does not exist.
     """
     chosen = GenerationOptions(**options)
-    if chosen.num_beams > 1:
-        from minigpt2.beam import beam_search
-
-        found = beam_search(model, token_ids, chosen, attention_mask, generator, processors)
-        return found[0].clone()  # made outside inference mode, so that it may be trained on
-    steps = decode(model, token_ids, chosen, attention_mask, generator, processors)
+    steps = decode(model, token_ids, chosen, attention_mask, generator, processors, assistant_model)
     rows = token_ids.repeat_interleave(chosen.num_return_sequences, dim=0)
     return torch.cat([rows, *(step.token_ids[:, None] for step in steps)], dim=1)
 
 
-class Texts:
-    """The texts under way, row by row: ids, padding mask and cache, which grow and move together.
-
-    ids: (B, S) prompt and output so far. T: the prompt's length, padding included. steps: how many
-    tokens may follow. eos: the ids that end a text. pads: (B,) left-padding counts, None without.
-    """
-
-    def __init__(
-        self,
-        model: GPT2,
-        token_ids: Tensor,
-        options: GenerationOptions,
-        attention_mask: Tensor | None = None,
-    ) -> None:
-        self.steps = _count_steps(model, token_ids, options)
-        self.eos = _end_ids(model, options)
-        _check_vocabulary(model.config.vocab_size, options)
-        self.ids = token_ids
-        self.T = token_ids.shape[1]
-        self._model = model
-        self._mask = _left_padding(token_ids, attention_mask, options, self.eos)  # (B, S)
-        self.pads = None if self._mask is None else (self._mask == 0).sum(dim=1)
-        room = min(self.T + self.steps, model.config.n_positions)
-        weight = model.wte.weight
-        self._cache = KVCache(model.config, len(token_ids), room, weight.dtype, weight.device)
-
-    def next_logits(self) -> Tensor:
-        """Feed what the cache has not seen; the (B, V) float32 logits of the token that follows."""
-        window = self._model.config.n_positions
-        ids, mask, past = self.ids, self._mask, self._cache.length
-        cache: KVCache | None = self._cache
-        if ids.shape[1] > window:
-            # Positions are learned and baked into the cached keys: with the oldest dropped, the
-            # rest would lie at the wrong ones. So the window is read anew.
-            ids, past, cache = ids[:, -window:], 0, None
-            mask = None if mask is None else mask[:, -window:]
-        position_ids = None if mask is None else positions(mask)[:, past:]
-        logits: Tensor = self._model(ids[:, past:], mask, position_ids, cache, logits_to_keep=1)
-        return logits[:, -1].float()
-
-    def append(self, token_ids: Tensor) -> None:
-        """One more token, (B,), to every text."""
-        self.ids = torch.cat([self.ids, token_ids[:, None]], dim=1)
-        if self._mask is not None:
-            self._mask = F.pad(self._mask, (0, 1), value=1)
-
-    def select(self, rows: Tensor) -> None:
-        """Row i goes on from what row rows[i] was."""
-        self.ids = self.ids[rows]
-        self._cache.select(rows)
-        if self._mask is not None and self.pads is not None:
-            self._mask, self.pads = self._mask[rows], self.pads[rows]
-
-
-@torch.inference_mode()
 def decode(
     model: GPT2,
     token_ids: Tensor,
@@ -119,24 +50,48 @@ def decode(
     attention_mask: Tensor | None = None,
     generator: torch.Generator | None = None,
     user_processors: Sequence[Processor] = (),
+    assistant_model: GPT2 | None = None,
 ) -> Iterator[Step]:
     """Continue (B, T) ids token by token, until every row has ended or max_new_tokens are made.
 
+    Greedy or sampled; by beam search with num_beams above 1, whose steps come when it has ended;
+    speculatively with prompt_lookup_num_tokens or an assistant.
+
     A text may grow to n_positions + 1 tokens, since the last one is never fed back;
-    context_overflow says what happens then. Between the first step and the last the model is in
-    evaluation mode, afterwards in its former one.
+    context_overflow says what happens then. Between the first step and the last the model is in evaluation mode,
+    afterwards in its former one.
 
     Args:
         attention_mask: (B, T), 0 where left padding stands. By default there is none, unless
-            pad_token_id is given, is not an end of text, and occurs in token_ids: Hugging Face's
-            rule.
+            pad_token_id is given, is not an end of text, and occurs in token_ids (Hugging Face's
+            rule).
         generator: the source of chance; by default PyTorch's global one.
         user_processors: the caller's own rules, applied after the penalties and before temperature.
+        assistant_model: a smaller GPT-2 with the same vocabulary that guesses ahead.
 
     Raises:
-        ValueError: no tokens, an id outside the vocabulary, a prompt longer than n_positions, or a
-            mask that is not left padding.
+        ValueError: no tokens, an id outside the vocabulary, a prompt longer than n_positions, a
+            mask that is not left padding, or options that exclude each other.
     """
+    speculative = assistant_model is not None or options.prompt_lookup_num_tokens > 0
+    if speculative and (options.num_beams > 1 or attention_mask is not None):
+        raise ValueError("speculative decoding takes neither num_beams nor an attention_mask")
+    if speculative:
+        return speculate(model, token_ids, options, generator, user_processors, assistant_model)
+    search = beam_steps if options.num_beams > 1 else one_by_one
+    return search(model, token_ids, options, attention_mask, generator, user_processors)
+
+
+@torch.inference_mode()
+def one_by_one(
+    model: GPT2,
+    token_ids: Tensor,
+    options: GenerationOptions,
+    attention_mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    user_processors: Sequence[Processor] = (),
+) -> Iterator[Step]:
+    """The plain loop; arguments and errors as in `decode`."""
     texts = Texts(model, token_ids, options, attention_mask)
     pad = options.pad_token_id if options.pad_token_id is not None else [*texts.eos, 0][0]
     rows = torch.arange(len(token_ids), device=token_ids.device)
@@ -161,60 +116,3 @@ def decode(
                 return
     finally:
         model.train(was_training)
-
-
-def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> int:
-    """How many tokens can be made. The last one is not fed back, so a text may hold n_positions +
-    1."""
-    if token_ids.dim() != 2 or token_ids.numel() == 0:
-        raise ValueError(
-            f"token_ids must be (B, T) with at least one token, got {tuple(token_ids.shape)}"
-        )
-    T, window = token_ids.shape[1], model.config.n_positions
-    if options.context_overflow == "slide":
-        return options.max_new_tokens
-    if T > window:
-        raise ValueError(
-            f"the prompt's {T} tokens exceed n_positions {window}: "
-            "shorten it, or let the window slide (context_overflow)"
-        )
-    if options.context_overflow == "error" and T + options.max_new_tokens > window + 1:
-        total = f"{T} prompt tokens + {options.max_new_tokens} new ones"
-        raise ValueError(f"{total} exceed n_positions {window} by more than one: ask for fewer")
-    return min(options.max_new_tokens, window + 1 - T)
-
-
-def _check_vocabulary(vocab_size: int, options: GenerationOptions) -> None:
-    named = {"pad_token_id": [options.pad_token_id or 0]}
-    named |= {f"bad_words_ids {list(word)}": list(word) for word in options.bad_words_ids}
-    for name, token_ids in named.items():
-        if max(token_ids) >= vocab_size:
-            last = vocab_size - 1
-            raise ValueError(f"{name}: {max(token_ids)} is outside the vocabulary 0..{last}")
-
-
-def _end_ids(model: GPT2, options: GenerationOptions) -> list[int]:
-    """The ids that end a text; one that is no token of the model's can never come up."""
-    ids = options.eos_token_id if options.eos_token_id is not None else model.config.eos_token_ids
-    listed = [ids] if isinstance(ids, int) else list(ids)
-    return [token_id for token_id in listed if token_id < model.config.vocab_size]
-
-
-def _left_padding(
-    token_ids: Tensor, attention_mask: Tensor | None, options: GenerationOptions, eos: Sequence[int]
-) -> Tensor | None:
-    """The (B, T) mask in force, None where nothing is padded."""
-    pad = options.pad_token_id
-    if attention_mask is None and pad is not None and pad not in eos:
-        attention_mask = (token_ids != pad).long()
-    if attention_mask is None or attention_mask.all():
-        return None
-    if attention_mask.shape != token_ids.shape:
-        have, need = tuple(attention_mask.shape), tuple(token_ids.shape)
-        raise ValueError(f"attention_mask is {have}, token_ids are {need}: they must be the same")
-    mask = (attention_mask != 0).long()
-    if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
-        raise ValueError(
-            "attention_mask must be 0s, then 1s, in every row: pad prompts on the left"
-        )
-    return mask

@@ -33,6 +33,9 @@ class GenerationOptions:
     num_beams: int = 1  # above 1: beam search
     length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
     early_stopping: bool | str = False  # of beams: True, False (a heuristic) or "never"
+    prompt_lookup_num_tokens: int = 0  # guess so many tokens from the text itself, verify at once
+    max_matching_ngram_size: int = 2  # of prompt lookup: how many last tokens to look for
+    num_assistant_tokens: int = 5  # how many tokens an assistant model guesses at once
     eos_token_id: int | Sequence[int] | None = None  # None: the model's; (): none
     pad_token_id: int | None = None  # fills rows that finished early; None: the first eos_token_id
     context_overflow: str = (
@@ -47,6 +50,9 @@ class GenerationOptions:
             ("no_repeat_ngram_size", 0),
             ("num_return_sequences", 1),
             ("num_beams", 1),
+            ("prompt_lookup_num_tokens", 0),
+            ("max_matching_ngram_size", 1),
+            ("num_assistant_tokens", 1),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < lowest:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from minigpt2.beam import beam_steps
 from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
@@ -76,6 +75,7 @@ def stream(
     top_logprobs: int = 0,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
+    assistant_model: GPT2 | None = None,
     **options: Any,
 ) -> Iterator[TextStep]:
     """Continue a prompt, one step per token.
@@ -86,7 +86,7 @@ def stream(
         stop: strings that end the text, wherever they lie across tokens; neither they nor what
             follows is given out. The prompt does not count.
         top_logprobs: how many alternatives to report with each token.
-        generator, processors: as in decoding.decode.
+        generator, processors, assistant_model: as in decoding.decode.
         options: the fields of GenerationOptions, num_return_sequences excepted. With num_beams
             above 1 nothing is given out before the search has ended.
 
@@ -94,7 +94,16 @@ def stream(
         ValueError: as in decoding.decode; an empty stop string.
     """
     rows = stream_rows(
-        model, tokenizer, prompt, 1, stop, top_logprobs, generator, processors, **options
+        model,
+        tokenizer,
+        prompt,
+        1,
+        stop,
+        top_logprobs,
+        generator,
+        processors,
+        assistant_model,
+        **options,
     )
     for step in rows:
         yield from step.values()
@@ -109,6 +118,7 @@ def stream_rows(
     top_logprobs: int = 0,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
+    assistant_model: GPT2 | None = None,
     **options: Any,
 ) -> Iterator[dict[int, TextStep]]:
     """As `stream`, for n continuations at once: each step's {row: TextStep}, without the rows that
@@ -121,10 +131,7 @@ def stream_rows(
     unused = range(tokenizer.n_vocab, model.config.vocab_size)
     rules = [*processors, lambda _, scores: forbid(scores, unused)] if unused else processors
     prompt_tensor = torch.tensor([ids], device=model.wte.weight.device)
-    if chosen.num_beams > 1:
-        steps = beam_steps(model, prompt_tensor, chosen, generator, rules)
-    else:
-        steps = decode(model, prompt_tensor, chosen, None, generator, rules)
+    steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model)
     for step in steps:
         log_probs = step.logits.log_softmax(dim=-1)
         rows = {}

@@ -1,7 +1,7 @@
 """Write into README.md what a script can know better: line counts, and the parity table.
 
 python scripts/readme.py           # the line counts
-python scripts/readme.py parity    # the parity table of --size gpt2 as well (minutes, 3 GB of memory)
+python scripts/readme.py parity    # the parity table of --size gpt2 as well (minutes, 3 GB)
 """
 
 from __future__ import annotations

@@ -1,0 +1,170 @@
+"""Speculative decoding: guess several tokens cheaply, verify them all in one pass of the model.
+
+Guesses come from the text itself (prompt lookup: what followed the last words when they stood there
+before) or from a smaller model. Greedy ids are unchanged wherever the two best logits are further
+apart than rounding, since several rows round differently from one. Sampled text is distributed
+exactly as without: a guess is kept with probability min(1, p/q), and one that is not is replaced
+by a draw from what the guesser missed, max(0, p - q) (Leviathan et al. 2023, section 2.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minigpt2.model import GPT2
+from minigpt2.options import GenerationOptions
+from minigpt2.sampling import Processor, apply, pick, processors
+from minigpt2.texts import Step, Texts
+
+# ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from
+Guesser = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+def lookup(ids: Tensor, k: int, longest: int) -> Tensor:
+    """What followed the last words where they stood before: (1, S) ids -> (1, n) guesses, n <= k.
+
+    The longest ending of at most `longest` tokens that occurs earlier decides, and of its places
+    the last one that k tokens follow, or else the first.
+    """
+    S = ids.shape[1]
+    for n in range(min(longest, S - 1), 0, -1):
+        windows = ids[0, :-1].unfold(0, n, 1)  # (S - n, n), all but the ending itself
+        starts = (windows == ids[0, -n:]).all(dim=1).nonzero().flatten() + n
+        if len(starts):
+            full = starts[starts + k <= S]
+            start = int(full[-1] if len(full) else starts[0])
+            return ids[:, start : start + k]
+    return ids[:, :0]
+
+
+class ModelGuesser:
+    """Guesses of a smaller model with the same vocabulary, drawn under the same rules."""
+
+    def __init__(
+        self,
+        model: GPT2,
+        token_ids: Tensor,
+        options: GenerationOptions,
+        generator: torch.Generator | None,
+    ) -> None:
+        self._texts = Texts(model, token_ids, options)
+        self._rules = processors(options, self._texts.T, None, self._texts.eos)
+        self._options, self._generator = options, generator
+        self._window = model.config.n_positions
+
+    def __call__(self, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Up to k guesses; none where they would not fit the small model's window."""
+        texts = self._texts
+        texts.ids = ids
+        texts.trim()
+        probs: list[Tensor] = []
+        for _ in range(min(k, self._window - ids.shape[1])):
+            scores = apply(self._rules, texts.ids, texts.next_logits())
+            probs.append(scores.softmax(dim=-1))
+            texts.append(pick(scores, self._options.samples, self._generator))
+        guesses = texts.ids[:, ids.shape[1] :]
+        return guesses, torch.cat(probs) if probs else guesses.new_zeros(0, 1).float()
+
+
+@torch.inference_mode()
+def speculate(
+    model: GPT2,
+    token_ids: Tensor,
+    options: GenerationOptions,
+    generator: torch.Generator | None = None,
+    user_processors: Sequence[Processor] = (),
+    assistant_model: GPT2 | None = None,
+) -> Iterator[Step]:
+    """As decoding.decode for one (1, T) text, in fewer passes.
+
+    Each pass verifies num_assistant_tokens guesses of assistant_model, or without one
+    prompt_lookup_num_tokens from the text.
+
+    Raises:
+        ValueError: as decode; more than one text; an assistant with another vocabulary.
+    """
+    _check(model, token_ids, options, assistant_model)
+    texts = Texts(model, token_ids, options)
+    rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
+    guess = _guesser(model, token_ids, options, generator, assistant_model)
+    modes = [(each, each.training) for each in (model, assistant_model) if each is not None]
+    for each, _ in modes:
+        each.eval()
+    lookup_only = assistant_model is None
+    count = options.prompt_lookup_num_tokens if lookup_only else options.num_assistant_tokens
+    made = 0
+    try:
+        while made < texts.steps:
+            room = min(texts.steps - made - 1, model.config.n_positions - texts.ids.shape[1])
+            guesses, q = guess(texts.ids, max(0, min(count, room)))
+            for row, logits in enumerate(texts.logits_after(guesses)[0]):  # (V,)
+                scores = apply(rules, texts.ids, logits[None])
+                if row < guesses.shape[1]:
+                    token_id, kept = _judge(scores, guesses[0, row], q[row], options, generator)
+                else:
+                    token_id, kept = pick(scores, options.samples, generator), False
+                texts.append(token_id)
+                made += 1
+                finished = torch.isin(token_id, token_id.new_tensor(texts.eos))
+                last = made == texts.steps or bool(finished.all())
+                yield Step(token_id, logits[None], finished, last)
+                if last:
+                    return
+                if not kept:
+                    break
+            texts.trim()
+    finally:
+        for each, was_training in modes:
+            each.train(was_training)
+
+
+def _check(
+    model: GPT2, token_ids: Tensor, options: GenerationOptions, assistant_model: GPT2 | None
+) -> None:
+    rows = len(token_ids) * options.num_return_sequences
+    if rows != 1:
+        raise ValueError(f"speculative decoding continues one text at a time, got {rows}")
+    if assistant_model is not None:
+        ours, theirs = model.config.vocab_size, assistant_model.config.vocab_size
+        if ours != theirs:
+            raise ValueError(f"the assistant's vocab_size {theirs} is not the model's {ours}")
+
+
+def _guesser(
+    model: GPT2,
+    token_ids: Tensor,
+    options: GenerationOptions,
+    generator: torch.Generator | None,
+    assistant_model: GPT2 | None,
+) -> Guesser:
+    if assistant_model is not None:
+        return ModelGuesser(assistant_model, token_ids, options, generator)
+
+    def from_text(ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        guesses = lookup(ids, k, options.max_matching_ngram_size)
+        return guesses, F.one_hot(guesses[0], model.config.vocab_size).float()  # it is sure
+
+    return from_text
+
+
+def _judge(
+    scores: Tensor,
+    guess: Tensor,
+    q: Tensor,
+    options: GenerationOptions,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, bool]:
+    """The token in the guess's place, (1,), and whether it is the guess."""
+    if not options.samples:
+        best = pick(scores, False)
+        return best, bool(best == guess)
+    p = scores.softmax(dim=-1)[0]  # (V,)
+    chance = torch.rand(1, generator=generator, device=p.device)
+    if chance * q[guess] < p[guess]:
+        return guess[None], True
+    missed = (p - q).clamp(min=0)
+    return torch.multinomial(missed if missed.sum() > 0 else p, 1, generator=generator), False
