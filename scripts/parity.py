@@ -3,6 +3,8 @@
     python scripts/parity.py --size gpt2     # random weights of that shape, made harsh
     python scripts/parity.py --model gpt2    # a checkpoint: an official one, tales, a folder
 
+For the official names the recorded facts (scripts/facts.py) are checked too.
+
 Every row is a situation, every figure a largest absolute difference. The fused arithmetic is held
 against Hugging Face's default attention (sdpa) and must be bit-equal: 0 everywhere. The explicit
 one is held against their eager attention and must stay within rounding: 1e-5 of the largest logit
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, GPT2LMHeadModel
 
 from minigpt2 import GPT2, GPT2Config, KVCache
-from minigpt2.hub import CheckpointError, find
+from minigpt2.hub import OFFICIAL, CheckpointError, find
 from minigpt2.model import positions
 from minigpt2.ops import explicit, fused, next_token_loss
 
@@ -262,6 +264,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{versions}, {torch.get_num_threads()} threads")
     good = report(ours, theirs, args.tokens)
     print("\nfused is bit-equal, explicit within rounding" if good else "\nFAILED: see the table")
+    if args.model in OFFICIAL:
+        from facts import main as check_facts  # facts.py, beside this file
+
+        del ours, theirs  # converted to bfloat16 by now: facts are checked on the file's float32
+        print()
+        good = check_facts(["--model", args.model]) == 0 and good
     return 0 if good else 1
 
 
