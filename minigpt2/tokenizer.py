@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
@@ -40,6 +41,8 @@ class Tokenizer:
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special_tokens
         )
         self._special_tokens = special_tokens
+        longest_first = sorted(special_tokens, key=len, reverse=True)
+        self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._bytes = {token_id: token for token, token_id in ranks.items()}
         self._bytes |= {token_id: token.encode() for token, token_id in special_tokens.items()}
         self.n_vocab = max(self._bytes) + 1
@@ -70,20 +73,24 @@ class Tokenizer:
         Surrogates, which no UTF-8 text holds, are paired up where they can be and replaced by
         U+FFFD elsewhere."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # Special tokens are cut out first; every second part is one.
+        parts = self._special_pattern.split(text) if special and self._special_tokens else [text]
+        ids: list[int] = []
+        for n, part in enumerate(parts):
+            ids += [self._special_tokens[part]] if n % 2 else self._encode_ordinary(part)
+        return ids
+
+    def _encode_ordinary(self, text: str) -> list[int]:
         ids: list[int] = []
         start = 0
         for run in LONG_WHITESPACE.finditer(text):
             if run.end() == len(text):
                 break
             end = run.end() - 1  # the last character may belong to the word behind it
-            ids += self._encode(text[start : run.start()], special)
+            ids += self._encoding.encode_ordinary(text[start : run.start()])
             ids += self._encoding._encode_single_piece(text[run.start() : end])
             start = end
-        return ids + self._encode(text[start:], special)
-
-    def _encode(self, text: str, special: bool) -> list[int]:
-        allowed = set(self._special_tokens) if special else set()
-        return self._encoding.encode(text, allowed_special=allowed, disallowed_special=())
+        return ids + self._encoding.encode_ordinary(text[start:])
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token, which need not be a whole character.
@@ -166,51 +173,60 @@ def _to_bytes(tokens: Sequence[str], ids: Iterable[int]) -> dict[bytes, int]:
 def _read_vocab(vocab_json: Path, merges_txt: Path) -> tuple[dict[bytes, int], dict[str, int]]:
     try:
         lines = merges_txt.read_text(encoding="utf-8").splitlines()
-        merges = [line for line in lines if line and not line.startswith("#version")]
-        vocab = json.loads(vocab_json.read_text(encoding="utf-8"))
-        added = vocab_json.with_name("added_tokens.json")
-        if added.is_file():
-            vocab |= json.loads(added.read_text(encoding="utf-8"))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{vocab_json.parent}: vocab.json or merges.txt cannot be read: {error}"
-        ) from None
-    return _ranks_and_specials(vocab, merges, vocab_json)
+    except ValueError as error:
+        raise ValueError(f"{merges_txt}: {error}") from None
+    merges = [line for line in lines if line and not line.startswith("#version")]
+    vocab = _read_json(vocab_json)
+    added = vocab_json.with_name("added_tokens.json")
+    if added.is_file():
+        vocab |= _read_json(added)
+    return _ranks_and_specials(vocab, merges, f"{vocab_json} and {merges_txt.name}")
 
 
 def _read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int]]:
+    content = _read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         model = content["model"]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         vocab = model["vocab"] | {
             token["content"]: token["id"] for token in content.get("added_tokens", [])
         }
-    except (ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise ValueError(f"{path}: not a BPE tokenizer: {error!r}") from None
-    return _ranks_and_specials(vocab, merges, path)
+    return _ranks_and_specials(vocab, merges, str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    return values
 
 
 def _ranks_and_specials(
-    vocab: dict[str, int], merges: Sequence[str], path: Path
+    vocab: dict[str, int], merges: Sequence[str], files: str
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Split a vocabulary file into byte-level tokens and special ones, and see that ids follow the
     merges' order, since tiktoken takes the id for the priority."""
-    if not isinstance(vocab, dict) or not all(
-        isinstance(token_id, int) for token_id in vocab.values()
-    ):
-        raise ValueError(f"{path}: expected an object of token: id")
+    ids = vocab.values()
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        raise ValueError(f"{files}: token ids must be whole numbers from 0 on")
+    if len(set(ids)) < len(ids):
+        raise ValueError(f"{files}: two tokens have the same id")
     merged = [merge.replace(" ", "") for merge in merges]
     tokens = [*_byte_characters().values(), *merged]
     missing = [token for token in tokens if token not in vocab]
     if missing:
         raise ValueError(
-            f"{path}: {len(missing)} tokens have no id, {missing[0]!r} first: not a byte-level BPE"
+            f"{files}: {len(missing)} tokens have no id, {missing[0]!r} first: not a byte-level BPE"
         )
     merged_ids = [vocab[token] for token in merged]
     if any(later <= earlier for earlier, later in itertools.pairwise(merged_ids)):
         raise ValueError(
-            f"{path}: token ids do not follow the order of the merges: not a GPT-2 vocabulary"
+            f"{files}: token ids do not follow the order of the merges: not a GPT-2 vocabulary"
         )
     ordinary = set(tokens)
     special = {token: token_id for token, token_id in vocab.items() if token not in ordinary}

@@ -599,8 +599,8 @@ def report(facts: Iterable[Fact], model: GPT2, tokenizer: Tokenizer) -> bool:
         columns = f"{shown(fact.right):<34} {shown(result.got):<34} {verdict:<7}"
         print(f"{fact.id:<6} {columns} {fact.origin}")
         if not result.ok:
-            print(f"       expected {fact.right!r} within {fact.tolerance:g}")
-            print(f"       got      {result.got!r}")
+            print(f"       expected {fact.right!a} within {fact.tolerance:g}")
+            print(f"       got      {result.got!a}")
     print("\nnot checked here")
     print("\n".join(not_checked))
     print(f"\n{checked} facts checked, {failed} failed, {len(not_checked)} not checked here")
