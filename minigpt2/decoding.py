@@ -58,8 +58,8 @@ def decode(
     speculatively with prompt_lookup_num_tokens or an assistant.
 
     A text may grow to n_positions + 1 tokens, since the last one is never fed back;
-    context_overflow says what happens then. Between the first step and the last the model is in evaluation mode,
-    afterwards in its former one.
+    context_overflow says what happens then. Between the first step and the last the model is in
+    evaluation mode, afterwards in its former one.
 
     Args:
         attention_mask: (B, T), 0 where left padding stands. By default there is none, unless

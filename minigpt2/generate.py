@@ -95,6 +95,15 @@ def build_parser() -> Parser:
         help="of beams: when that many texts have ended; by a heuristic; or when none can improve",
     )
     add(
+        "--prompt-lookup",
+        dest="prompt_lookup_num_tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="guess N tokens from the text so far and verify them at once; faster where it repeats",
+    )
+    add("--assistant", metavar="MODEL", help="let a smaller model guess ahead, such as distilgpt2")
+    add(
         "--stop",
         action="append",
         default=[],
@@ -190,6 +199,10 @@ def check_usage(args: argparse.Namespace) -> None:
     """
     if "" in args.stop:
         raise ValueError("--stop must not be empty")
+    if (args.assistant or args.prompt_lookup_num_tokens) and (
+        args.num_beams > 1 or args.num_return_sequences > 1
+    ):
+        raise ValueError("--prompt-lookup and --assistant continue one text, without beams")
     if args.logprobs is not None and not args.json:
         raise ValueError("--logprobs needs --json")
     if args.logprobs is not None and not 0 <= args.logprobs <= 50:
@@ -252,9 +265,12 @@ class Run:
         started = time.perf_counter()
         folder = hub.find(name, args.revision, args.offline)
         self.args, self.prompt, self.options, self.name = args, prompt, options, name
-        self.model: GPT2 = GPT2.from_pretrained(
-            folder, dtype=getattr(torch, args.dtype), device=pick_device(args)
-        )
+        place = {"dtype": getattr(torch, args.dtype), "device": pick_device(args)}
+        self.model: GPT2 = GPT2.from_pretrained(folder, **place)
+        self.assistant: GPT2 | None = None
+        if args.assistant:
+            helper = hub.find(args.assistant, local_files_only=args.offline)
+            self.assistant = GPT2.from_pretrained(helper, **place)
         self.tokenizer: Tokenizer = Tokenizer.from_pretrained(folder)
         ids = self.tokenizer.encode(prompt, special=not args.plain_special)
         self.token_ids = prompt_ids(self.tokenizer, ids)
@@ -283,6 +299,7 @@ class Run:
             self.args.stop,
             self.args.logprobs or 0,
             generator,
+            assistant_model=self.assistant,
             **self.options,
         ):
             self.timing.setdefault("first_token_s", time.perf_counter() - started)

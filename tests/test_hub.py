@@ -270,6 +270,7 @@ def test_a_hub_that_cannot_be_reached_is_known_within_two_seconds(
 
     def hang(*_args: object, **_options: object) -> None:
         time.sleep(10)
+        raise OSError
 
     for lookup in (socket.create_connection, hang):
         monkeypatch.setattr(socket, "create_connection", lookup)
