@@ -1,0 +1,206 @@
+"""Watch one prompt go through: python -m minigpt2.explain "Once upon a time" --html page.html
+
+The terminal view goes to standard output, or JSON with --json; --html writes a page instead. torch
+is imported once the options are known to be good."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import os
+import platform
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minigpt2 import __version__, hub
+from minigpt2.generate import Parser, pick_device, read_prompt
+
+if TYPE_CHECKING:
+    from minigpt2.tokenizer import Tokenizer
+    from minigpt2.trace import Trace, explain
+
+__all__ = ["Trace", "explain", "main"]
+
+PROG = "minigpt2.explain"
+EPILOG = """\
+The page is one file that opens without a server and without a network. It holds every score
+of the last positions, and attention among the first token and the last ones; what a long
+prompt leaves out is said on the page. Layers, heads and positions count from 0.
+
+Exit status: 0 fine, 1 failure, 2 wrong usage, 130 interrupted, 141 the reader went away."""
+
+
+def __getattr__(name: str) -> object:
+    """`explain` and `Trace`, imported with torch when first asked for."""
+    if name in ("Trace", "explain"):
+        return getattr(importlib.import_module("minigpt2.trace"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def build_parser() -> Parser:
+    """The options; the prompt's and the model's are generate's."""
+    parser = Parser(
+        prog=PROG,
+        description="Show what GPT-2 does with a text, number by number.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="PROMPT", help="the text to explain; - reads standard input")
+    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
+    add("-f", "--file", type=Path, help="read the prompt from a file")
+    add("-m", "--model", default="auto", help="as in minigpt2.generate; default: gpt2, else tales")
+    add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
+    add("--offline", action="store_true", help="open no connection")
+    add("--html", type=Path, metavar="FILE", help="write a page to play with")
+    add("--json", action="store_true", help="print one JSON object instead of the terminal view")
+    add("-n", "--greedy-steps", type=int, default=12, help="tokens to continue by; default 12")
+    help_text = "tokens whose attention the page and the JSON hold; default: what fits 1 MB"
+    add("--max-tokens-attention", type=int, metavar="N", help=help_text)
+    help_text = "positions of which the page holds all scores; default: what fits 3 MB"
+    add("--max-tokens-logits", type=int, metavar="N", help=help_text)
+    help_text = "take <|endoftext|> in the prompt as plain characters"
+    add("--plain-special", action="store_true", help=help_text)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--color", choices=("auto", "always", "never"), default="auto")
+    add("-q", "--quiet", action="store_true", help="no notes on standard error")
+    add("-v", "--verbose", action="store_true", help="a traceback with an error")
+    add("--version", action="version", version=f"minigpt2 {__version__}")
+    return parser
+
+
+def check_usage(args: argparse.Namespace) -> None:
+    """What argparse cannot see.
+
+    Raises:
+        ValueError: a number is out of range, or a page could not be written where it should go.
+    """
+    for name, lowest in (
+        ("greedy_steps", 0),
+        ("max_tokens_attention", 1),
+        ("max_tokens_logits", 1),
+    ):
+        value = getattr(args, name)
+        if value is not None and value < lowest:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} must be at least {lowest}, got {value}")
+    if args.html is not None and args.html.is_dir():
+        raise ValueError(f"--html {args.html} is a folder, not a file")
+    if args.html is not None and not args.html.absolute().parent.is_dir():
+        raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}")
+
+
+def load_and_trace(args: argparse.Namespace, name: str, text: str) -> tuple[Trace, Tokenizer, Path]:
+    """The trace, the tokenizer and the folder of the weights."""
+    import torch
+
+    from minigpt2.model import GPT2
+    from minigpt2.tokenizer import Tokenizer
+    from minigpt2.trace import explain
+
+    folder = hub.find(name, args.revision, args.offline)
+    dtype = getattr(torch, args.dtype)
+    model = GPT2.from_pretrained(folder, dtype=dtype, device=pick_device(args))
+    tokenizer = Tokenizer.from_pretrained(folder)
+    options = {"greedy_steps": args.greedy_steps, "special": not args.plain_special}
+    return explain(model, tokenizer, text, **options), tokenizer, folder
+
+
+def describe(args: argparse.Namespace, name: str, folder: Path, dtype: str) -> dict[str, Any]:
+    """Where the numbers come from: enough to make them again."""
+    import torch
+
+    official = hub.OFFICIAL.get(name)
+    files = [folder / file for file in ("model.safetensors", "pytorch_model.bin")]
+    weights = next((file for file in files if file.is_file()), None)
+    return {
+        "model": name,
+        "revision": args.revision or (official.revision if official else None),
+        "sha256": hub.sha256(weights) if weights else None,
+        "versions": f"minigpt2 {__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}",
+        "arithmetic": f"{dtype}, explicit",
+    }
+
+
+def note(args: argparse.Namespace, message: str) -> None:
+    """One line on standard error, unless --quiet."""
+    if not args.quiet:
+        sys.stderr.write(f"{PROG}: {message}\n")
+        sys.stderr.flush()
+
+
+def work(args: argparse.Namespace, text: str, command: str) -> int:
+    """Trace the prompt and show it the way that was asked for."""
+    name = args.model
+    if name == "auto":
+        name, reason = hub.auto(args.offline)
+        note(args, f"model {name}: {reason}")
+    if not text:
+        note(args, "empty prompt: showing <|endoftext|>")
+    trace, tokenizer, folder = load_and_trace(args, name, text)
+    about = describe(args, name, folder, trace.dtype)
+    from minigpt2 import explain_html, explain_text, figures
+
+    if args.html is not None:
+        sizes = args.max_tokens_attention, args.max_tokens_logits
+        explain_html.write(args.html, trace, tokenizer, about | {"command": command}, *sizes)
+        note(args, f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
+    if args.json:
+        n = args.max_tokens_attention or explain_html.fitting_tokens(trace)
+        sys.stdout.write(json.dumps(figures.to_json(trace, tokenizer, about, n)) + "\n")
+    elif args.html is None:
+        bar = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
+        sys.stdout.write(explain_text.render(trace, tokenizer, about, wants_color(args), bar))
+    sys.stdout.flush()
+    return 0
+
+
+def wants_color(args: argparse.Namespace) -> bool:
+    """Whether the terminal takes colour and nobody asked for none."""
+    if args.color != "auto":
+        return bool(args.color == "always")
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        check_usage(args)
+    except ValueError as error:
+        parser.error(str(error))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
+    command = shlex.join(["python", "-m", PROG, *(sys.argv[1:] if argv is None else argv)])
+    try:
+        return work(args, read_prompt(args, parser), command)
+    except BrokenPipeError:
+        # The reader has what it wanted. What is still buffered goes nowhere, or Python would
+        # complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if args.verbose:
+            traceback.print_exc()
+        message = " ".join(str(error).split()) or type(error).__name__
+        sys.stderr.write(f"{PROG}: error: {message}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())
