@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def render(
     n = attention_tokens or fitting_tokens(trace)
     positions = window(len(trace.token_ids), n)
     full = positions[-(logit_positions or fitting_logits(trace)) :]
-    data = _tokens(trace, tokenizer) | _numbers(trace, positions, full) | {"about": about}
+    data = _tokens(trace, tokenizer) | _numbers(trace, positions, full)
+    data |= {"about": about, "generate": _generate_command(trace, about)}
     template = TEMPLATE.read_text(encoding="utf-8")
     # Replaced back to front: what is put in is never searched.
     head, marker, tail = template.partition("{{data}}")
@@ -116,6 +118,14 @@ def _tokens(trace: Trace, tokenizer: Tokenizer) -> dict[str, Any]:
         "typed": [_can_be_typed(trace, tokenizer, end) for end in range(1, T + 1)],
         "vocabulary": vocabulary(tokenizer, trace.config.vocab_size),
     }
+
+
+def _generate_command(trace: Trace, about: dict[str, Any]) -> str:
+    """The command line that continues a text with the same weights."""
+    flags = {"-m": about["model"], "--revision": about.get("revision")}
+    flags["--dtype"] = trace.dtype if trace.dtype != "float32" else None
+    given = [word for flag, value in flags.items() if value for word in (flag, value)]
+    return shlex.join(["python", "-m", "minigpt2.generate", *given])
 
 
 def _can_be_typed(trace: Trace, tokenizer: Tokenizer, end: int) -> bool:
