@@ -120,16 +120,22 @@ def describe(args: argparse.Namespace, name: str, folder: Path, dtype: str) -> d
     import torch
 
     official = hub.OFFICIAL.get(name)
-    files = [folder / file for file in ("model.safetensors", "pytorch_model.bin")]
-    weights = next((file for file in files if file.is_file()), None)
     return {
         "model": name,
         "revision": args.revision or (official.revision if official else None),
-        "sha256": hub.sha256(weights) if weights else None,
+        "sha256": weights_hash(folder),
         "versions": f"minigpt2 {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
         "arithmetic": f"{dtype}, explicit",
     }
+
+
+def weights_hash(folder: Path) -> str:
+    """The sha256 of the file that the weights were read from, or of each shard."""
+    names = ["model.safetensors", "pytorch_model.bin"]
+    whole = [folder / name for name in names if (folder / name).is_file()]
+    files = whole[:1] or sorted(folder.glob("*.safetensors"))
+    return ", ".join(hub.sha256(file) for file in files)
 
 
 def note(args: argparse.Namespace, message: str) -> None:

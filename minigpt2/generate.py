@@ -166,7 +166,7 @@ def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
             content = file.read()
     elif args.text == "-" or not given:
         if not given and sys.stdin.isatty():
-            parser.error(f'no prompt; for example: python -m {PROG} "Once upon a time"')
+            parser.error(f'no prompt; for example: python -m {parser.prog} "Once upon a time"')
         content = sys.stdin.buffer.read()
     else:
         return given[0]

@@ -6,8 +6,10 @@ import html.parser
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import unicodedata
 from pathlib import Path
 
@@ -453,6 +455,16 @@ def test_a_reader_that_leaves_is_141(folder: str) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_an_interrupt_is_130_and_silent(folder: str) -> None:
+    command = [sys.executable, "-m", "minigpt2.explain", "-m", folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr
+        time.sleep(1)  # it waits for a prompt on standard input
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+    assert process.returncode == 130
 
 
 def test_an_ascii_terminal_shows_escapes(folder: str) -> None:
