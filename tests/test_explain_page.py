@@ -518,7 +518,7 @@ def test_nothing_sticks_out(chromium: browser.Browser, file: Path, width: int, d
     try:
         chromium.view(width, 800, dark, phone=width < 700)
         chromium.open(file)
-        assert chromium.run("return document.documentElement.scrollWidth <= innerWidth")
+        assert chromium.run("return document.documentElement.scrollWidth") <= width
         background = chromium.run("return getComputedStyle(document.body).backgroundColor")
         assert (background == "rgb(16, 21, 27)") == dark
     finally:
