@@ -6,9 +6,10 @@ down what goes through it. Shapes: T tokens, C width, H heads, V vocabulary, L =
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -141,6 +142,20 @@ class _Recorder(Explicit):
         return out
 
 
+@contextlib.contextmanager
+def _recording(model: GPT2) -> Iterator[_Recorder]:
+    """The model in evaluation mode and under a recorder; afterwards as it was."""
+    recorder = _Recorder(model)
+    was = model.ops, model.training
+    model.ops = recorder
+    model.eval()
+    try:
+        yield recorder
+    finally:
+        model.ops = was[0]
+        model.train(was[1])
+
+
 @torch.inference_mode()
 def explain(
     model: GPT2,
@@ -163,19 +178,12 @@ def explain(
     given = tokenizer.encode(text, special) if isinstance(text, str) else text
     ids = prompt_ids(tokenizer, given)
     token_ids = torch.tensor([ids], device=model.wte.weight.device)  # (1, T)
-    recorder = _Recorder(model)
-    was = model.ops, model.training
-    model.ops = recorder
-    model.eval()
-    try:
+    with _recording(model) as recorder:
         logits = model(token_ids)  # (1, T, V)
-        model.ops = explicit
+        model.ops = explicit  # the pass has been seen; what follows is not part of it
         lens, last = _lens(model, recorder.residual, logits)
-        assert torch.equal(last, logits), "the logit lens must end in the model's own logits"
         path = _greedy_path(model, token_ids, greedy_steps)
-    finally:
-        model.ops = was[0]
-        model.train(was[1])
+    assert torch.equal(last, logits), "the logit lens must end in the model's own logits"
     return Trace(
         text=text if isinstance(text, str) else tokenizer.decode(ids),
         config=model.config,
@@ -187,11 +195,9 @@ def explain(
         residual=torch.cat(recorder.residual).float().cpu(),
         attention=torch.cat(recorder.weights).float().cpu(),
         logits=logits[0].float().cpu(),
-        lens_ids=lens[0],
-        lens_probs=lens[1],
-        lens_ranks=lens[2],
         path=path,
         parameters=[(n, tuple(p.shape), p.numel()) for n, p in model.named_parameters()],
+        **lens,
     )
 
 
@@ -202,10 +208,8 @@ def logit_lens(model: GPT2, stream: Tensor) -> Tensor:
     return model.ops.unembedding(model.ln_f(stream, model.ops), table)
 
 
-def _lens(
-    model: GPT2, residual: list[Tensor], logits: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """lens_ids, lens_probs and lens_ranks of a Trace, and the last layer's (1, T, V) logits."""
+def _lens(model: GPT2, residual: list[Tensor], logits: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A Trace's lens_ids, lens_probs and lens_ranks, and the last layer's (1, T, V) logits."""
     winners = logits.argmax(dim=-1, keepdim=True)  # (1, T, 1)
     ids, probs, ranks = [], [], []
     for stream in residual:
@@ -214,7 +218,8 @@ def _lens(
         ids.append(best.indices)
         probs.append(best.values)
         ranks.append((seen > seen.gather(-1, winners)).sum(dim=-1) + 1)
-    return (torch.cat(ids).cpu(), torch.cat(probs).cpu(), torch.cat(ranks).cpu()), seen
+    rows = {"lens_ids": ids, "lens_probs": probs, "lens_ranks": ranks}
+    return {name: torch.cat(values).cpu() for name, values in rows.items()}, seen
 
 
 def _greedy_path(model: GPT2, token_ids: Tensor, steps: int) -> list[PathStep]:

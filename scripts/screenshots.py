@@ -15,15 +15,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import browser
+
 from minigpt2 import GPT2, Tokenizer, explain_html, hub
 from minigpt2.trace import explain
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-import browser  # noqa: E402 (the tests' helper, found through the line above)
-
 PROMPT = "Once upon a time there was a king who had"
-README = ROOT / "scripts" / "images" / "explain.png"
+README = Path(__file__).parent / "images" / "explain.png"
 WIDTH, HEIGHT = 1120, 900
 
 # The README shows what no still text could: the sampling rules at work, and one head.

@@ -28,6 +28,8 @@ HOSTILE = [
     '<script>alert("x")</script> &amp; \'"',
     '"><img src=x onerror=alert(1)>',
     "<!--<script>",
+    "</script x",
+    "<!-- <script x",
     "]]> \x00 \n \u2028\u2029 \u202e \u2019",
     "{{data}} {{policy}}",
 ]
@@ -327,6 +329,7 @@ class Parser(html.parser.HTMLParser):
 
 def data_of(page: str) -> dict[str, object]:
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert not set("<>&") & set(text)  # nothing in there can be taken for a tag, by any parser
     content: dict[str, object] = json.loads(text)
     return content
 

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.skipif(
 
 TOKENIZER = Tokenizer.from_pretrained("gpt2")
 TEXT = "The cat sat on the mat\u2019s"
-HOSTILE = "</script><script>document.title='run'</script> <b>\"'&amp; \x00\u2028\u202e\u2019"
+HOSTILE = (
+    "</script x </script><script>document.title='run'</script> <b>\"'&amp; \x00\u2028\u202e\u2019"
+)
 SETTINGS = [
     (1, 0, 1),
     (0, 0, 1),
@@ -205,11 +207,13 @@ def test_hostile_text_stays_text(
     chromium.open(path)
     assert chromium.run("return document.querySelectorAll('script, style').length") == plain
     assert chromium.run(count.replace(", b'", "'")) == plain
-    assert chromium.run("return document.title").startswith("minigpt2 explain: </script><script>")
+    assert chromium.run("return document.title").startswith(
+        "minigpt2 explain: </script x </script>"
+    )
     shown = chromium.run(
         "return [...document.querySelectorAll('#tokens .token')].map(t => t.textContent)"
     )
-    assert "".join(shown).startswith("</script><script>")
+    assert "".join(shown).startswith("</script␣x␣</script><script>")
     assert {"\\x00", "\\xe2\\x80"} <= set(shown)
     everything = chromium.run("return $('tokens').textContent")
     assert not set("\x00\u2028\u202e") & set(everything)
