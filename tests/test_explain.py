@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import hf_twin
 
 from minigpt2 import GPT2, GPT2Config, Tokenizer, explain_html, explain_text, figures, ops
 from minigpt2.explain import main
@@ -122,6 +123,19 @@ def test_attention_rows_sum_to_one_and_see_no_future(trace: Trace) -> None:
     assert trace.attention.shape == (3, 4, 5, 5)
     torch.testing.assert_close(trace.attention.sum(dim=-1), torch.ones(3, 4, 5))
     assert not trace.attention.triu(diagonal=1).any()
+
+
+def test_attention_and_stream_are_hugging_faces(model: GPT2, trace: Trace) -> None:
+    twin = hf_twin(model)
+    twin.set_attn_implementation("eager")
+    ids = torch.tensor([trace.token_ids])
+    with torch.no_grad():
+        theirs = twin(ids, output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(trace.attention, torch.cat(theirs.attentions))
+    # Their last hidden state is ln_f's output; the stream before it is ours alone to show.
+    streams = torch.cat(theirs.hidden_states[:-1])
+    torch.testing.assert_close(trace.residual[:-1], streams, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(trace.logits, theirs.logits[0], atol=1e-4, rtol=1e-4)
 
 
 def test_stages_tell_what_ran(trace: Trace) -> None:
