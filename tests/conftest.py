@@ -17,6 +17,9 @@ from minigpt2 import GPT2
 os.environ["HF_HUB_OFFLINE"] = "1"  # nothing here may ask the network
 transformers_logging.set_verbosity_error()
 
+# Models this small gain nothing from a second thread; test_parity.py takes two.
+torch.set_num_threads(1)
+
 Pair = tuple[GPT2, GPT2LMHeadModel]
 
 

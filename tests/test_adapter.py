@@ -1,4 +1,4 @@
-"""Independent evidence: transformers' own generate drives our network, and says what it says of its own."""
+"""Independent evidence: transformers' generate over our network says what it says over its own."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import parity
@@ -9,6 +10,13 @@ import pytest
 import torch
 
 from minigpt2 import GPT2
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])

@@ -1,4 +1,4 @@
-"""Guessing changes the speed of a text and nothing else: ids when greedy, the distribution when drawn."""
+"""Guessing changes the speed of a text, and neither greedy ids nor how draws are distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def double() -> GPT2:
 
 
 @pytest.fixture(scope="module")
-def assistant(double: GPT2) -> GPT2:
+def assistant() -> GPT2:
     """Agrees with the model often, not always."""
     other = harsh_model(TINY).double()
     with torch.no_grad():
@@ -54,8 +54,8 @@ def test_lookup(ids: list[int], k: int, longest: int, guesses: list[int]) -> Non
 
 @pytest.mark.parametrize("k", [1, 3, 10])
 def test_greedy_ids_are_unchanged(k: int, double: GPT2, assistant: GPT2, random_ids: Draw) -> None:
-    for seed in range(6):
-        ids = random_ids(1, 3 + 4 * seed, seed=seed)
+    for seed in range(3):
+        ids = random_ids(1, 3 + 8 * seed, seed=seed)
         for options in ({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3}):
             plain = double.generate(ids, max_new_tokens=40, eos_token_id=(), **options)
             looked = double.generate(
@@ -96,7 +96,7 @@ def test_to_the_window_and_beyond(double: GPT2, assistant: GPT2, random_ids: Dra
         assert torch.equal(plain, double.generate(ids, assistant_model=assistant, **options))
 
 
-def test_fewer_passes_where_the_text_repeats(double: GPT2) -> None:
+def test_fewer_passes_where_the_text_repeats() -> None:
     model = harsh_model(TINY)
     with torch.no_grad():
         model.ln_f.weight.zero_()
@@ -145,7 +145,7 @@ def test_drawn_texts_are_distributed_as_without(how: str, rules: dict[str, float
     with torch.no_grad():
         model.wte.weight.mul_(0.15)
         helper.wte.weight.mul_(0.15)
-    count = 1500
+    count = 800
     extra: dict[str, object] = (
         {"prompt_lookup_num_tokens": 2} if how == "lookup" else {"assistant_model": helper}
     )
@@ -200,7 +200,7 @@ def test_what_cannot_be_combined_is_refused(tiny: GPT2) -> None:
         tiny.generate(ids, assistant_model=other)
 
 
-def test_modes_are_restored(tiny: GPT2) -> None:
+def test_modes_are_restored() -> None:
     model, helper = harsh_model(TINY).train(), harsh_model(TINY).train()
     model.generate(torch.tensor([[1, 2]]), assistant_model=helper)
     assert model.training
