@@ -52,9 +52,8 @@ class Embedding(nn.Module):
 
     def __init__(self, n: int, config: GPT2Config) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(n, config.n_embd).normal_(std=config.initializer_range)
-        )
+        table = torch.empty(n, config.n_embd).normal_(std=config.initializer_range)
+        self.weight = nn.Parameter(table)
 
     def forward(self, ids: Tensor, ops: Explicit) -> Tensor:
         return ops.embedding(ids, self.weight)  # (B, T) -> (B, T, C)
@@ -181,9 +180,9 @@ class GPT2(nn.Module):
         return self.ops.unembedding(x, table)  # (B, k, V)
 
     def _check(self, token_ids: Tensor, past: int) -> None:
-        shape, n_positions = tuple(token_ids.shape), self.config.n_positions
+        shape, n_positions, V = token_ids.shape, self.config.n_positions, self.config.vocab_size
         if token_ids.dim() != 2 or token_ids.numel() == 0:
-            raise ValueError(f"token_ids must be (B, T) with at least one token, got {shape}")
+            raise ValueError(f"token_ids must be (B, T), not empty, got {tuple(shape)}")
         if past + shape[1] > n_positions:
             total = f"{past} cached + {shape[1]} new tokens"
             raise ValueError(
@@ -192,9 +191,8 @@ class GPT2(nn.Module):
         if torch.compiler.is_compiling():
             return  # what follows reads values, which a compiled graph cannot
         for token_id in token_ids.aminmax():
-            if not 0 <= token_id < self.config.vocab_size:
-                last = self.config.vocab_size - 1
-                raise ValueError(f"token id {token_id} is outside the vocabulary 0..{last}")
+            if not 0 <= token_id < V:
+                raise ValueError(f"token id {token_id} is outside the vocabulary 0..{V - 1}")
 
     def _mask(self, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
         """What each new token may see, (T, S) or (B, 1, T, S); None where plain causal attention

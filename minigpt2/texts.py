@@ -92,9 +92,7 @@ def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> 
     """How many tokens can be made. The last one is not fed back, so a text may hold n_positions +
     1."""
     if token_ids.dim() != 2 or token_ids.numel() == 0:
-        raise ValueError(
-            f"token_ids must be (B, T) with at least one token, got {tuple(token_ids.shape)}"
-        )
+        raise ValueError(f"token_ids must be (B, T), not empty, got {tuple(token_ids.shape)}")
     T, window = token_ids.shape[1], model.config.n_positions
     if options.context_overflow == "slide":
         return options.max_new_tokens

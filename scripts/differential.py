@@ -91,7 +91,7 @@ def draw(seed: int) -> Case:
         options["min_p"] = r.choice([0.0, 0.0, 0.05, 0.3])
     options["repetition_penalty"] = r.choice([1.0, 1.0, 1.3, 0.7])
     options["no_repeat_ngram_size"] = r.choice([0, 0, 0, 1, 2, 3])
-    options["min_new_tokens"] = r.choice([0, 0, 0, r.randint(1, 8)])
+    options["min_new_tokens"] = r.choice([0, 0, 0, r.randint(1, options["max_new_tokens"])])
     if r.random() < 0.3:
         words = [[r.randrange(V)], [r.randrange(V), r.randrange(V)], [3]]
         options["bad_words_ids"] = r.sample(words, r.randint(1, 3))

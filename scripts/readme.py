@@ -24,10 +24,17 @@ ORDER = {
     "tokenizer.py": "text -> ids, and back",
     "options.py": "what a caller may ask of generation",
     "sampling.py": "scores -> a token",
+    "texts.py": "texts under way: ids, mask and cache that move together",
     "decoding.py": "the loop: prefill and decode",
     "beam.py": "beam search",
+    "speculative.py": "tokens guessed ahead and verified at once",
     "streaming.py": "text as it grows, stop strings",
     "generate.py": "the command line",
+    "trace.py": "one forward pass, recorded: stages, attention, logit lens",
+    "figures.py": "what the views of a trace show",
+    "explain.py": "the command line of explain",
+    "explain_text.py": "a trace in the terminal",
+    "explain_html.py": "a trace as a page",
 }
 
 

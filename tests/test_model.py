@@ -226,7 +226,7 @@ def test_our_error_against_float64_is_no_larger_than_hugging_faces(random_ids: D
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(1, 0, dtype=torch.long), r"at least one token, got \(1, 0\)"),
+        (torch.zeros(1, 0, dtype=torch.long), r"not empty, got \(1, 0\)"),
         (torch.zeros(5, dtype=torch.long), r"must be \(B, T\).*got \(5,\)"),
         (torch.zeros(1, 65, dtype=torch.long), "0 cached . 65 new tokens exceed n_positions 64"),
         (torch.tensor([[1, 199]]), r"token id 199 is outside the vocabulary 0\.\.198"),
