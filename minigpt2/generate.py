@@ -256,6 +256,8 @@ class Run:
     def __init__(
         self, args: argparse.Namespace, prompt: str, options: dict[str, Any], name: str
     ) -> None:
+        folder = hub.find(name, args.revision, args.offline)  # before torch, to refuse at once
+
         import torch
 
         from minigpt2.model import GPT2
@@ -263,8 +265,7 @@ class Run:
         from minigpt2.tokenizer import Tokenizer
 
         started = time.perf_counter()
-        folder = hub.find(name, args.revision, args.offline)
-        self.args, self.prompt, self.options, self.name = args, prompt, options, name
+        self.args, self.options, self.name = args, options, name
         place = {"dtype": getattr(torch, args.dtype), "device": pick_device(args)}
         self.model: GPT2 = GPT2.from_pretrained(folder, **place)
         self.assistant: GPT2 | None = None
