@@ -9,6 +9,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -109,8 +111,23 @@ def test_what_is_no_hub_id_is_a_missing_folder(name: str) -> None:
         hub.find(name)
 
 
-def test_tales_is_found() -> None:
+def test_tales_is_found_in_a_checkout() -> None:
     assert hub.missing_files(hub.find("tales")) == []
+
+
+def test_tales_is_found_where_a_wheel_puts_it(tmp_path: Path) -> None:
+    package = tmp_path / "minigpt2"
+    shutil.copytree(hub.PACKAGE, package, ignore=shutil.ignore_patterns("weights", "__pycache__"))
+    inside = package / "weights" / "tales"
+    shutil.copytree(hub.find("tales"), inside)
+    code = "from minigpt2 import hub; print(hub.find('tales'))"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, check=True
+    )
+    assert Path(done.stdout.decode().strip()) == inside
+    pyproject = (hub.PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"weights/tales" = "minigpt2/weights/tales"' in pyproject
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
