@@ -48,7 +48,7 @@ def load_pretrained(
     if missing := missing_files(folder):
         raise CheckpointError(f"{folder}: not a checkpoint: {', '.join(missing)} missing")
     try:
-        config = GPT2Config.from_json(folder / "config.json")
+        config = read_config(folder / "config.json")
         tensors = _tie(_collect(folder), config, folder)
     except CheckpointError:
         raise
@@ -66,6 +66,22 @@ def load_pretrained(
     converted = {key: tensor.to(device=device, dtype=dtype) for key, tensor in tensors.items()}
     model.load_state_dict(converted, assign=True)
     return model.eval()
+
+
+def read_config(path: Path) -> GPT2Config:
+    """The config that a config.json describes.
+
+    Raises:
+        ValueError: it is no JSON object, or as in GPT2Config.from_dict; the message names the file.
+        OSError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+        return GPT2Config.from_dict(values)
+    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
+        raise ValueError(f"{path}: {error}") from None
 
 
 def save_pretrained(model: GPT2, folder: str | Path) -> None:

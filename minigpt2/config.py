@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 ACTIVATIONS = ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu")
@@ -83,22 +81,6 @@ class GPT2Config:
         if isinstance(known.get("eos_token_id"), list):
             known["eos_token_id"] = tuple(known["eos_token_id"])
         return cls(**known)
-
-    @classmethod
-    def from_json(cls, path: Path) -> GPT2Config:
-        """Read config.json.
-
-        Raises:
-            ValueError: it is not a JSON object, or as from_dict; the message names the file.
-            OSError: it cannot be read.
-        """
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(values, dict):
-                raise ValueError(f"expected a JSON object, found {type(values).__name__}")
-            return cls.from_dict(values)
-        except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
-            raise ValueError(f"{path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a config.json that transformers reads as the same model."""

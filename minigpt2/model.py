@@ -25,10 +25,10 @@ class Linear(nn.Module):
     """x @ weight + bias. The weight is (in, out): GPT-2 was written with 1x1 convolutions (the c_
     in c_attn)."""
 
-    def __init__(self, n_in: int, n_out: int, std: float) -> None:
+    def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_in, n_out).normal_(std=std))
-        self.bias = nn.Parameter(torch.zeros(n_out))
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.empty(n_out))
 
     def forward(self, x: Tensor, ops: Explicit) -> Tensor:
         return ops.linear(x, self.weight, self.bias)  # (B, T, in) -> (B, T, out)
@@ -40,8 +40,8 @@ class LayerNorm(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.epsilon = config.layer_norm_epsilon
-        self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd))
+        self.weight = nn.Parameter(torch.empty(config.n_embd))
+        self.bias = nn.Parameter(torch.empty(config.n_embd))
 
     def forward(self, x: Tensor, ops: Explicit) -> Tensor:
         return ops.layer_norm(x, self.weight, self.bias, self.epsilon)
@@ -50,10 +50,9 @@ class LayerNorm(nn.Module):
 class Embedding(nn.Module):
     """A table with one vector per id, (n, C)."""
 
-    def __init__(self, n: int, config: GPT2Config) -> None:
+    def __init__(self, n: int, n_embd: int) -> None:
         super().__init__()
-        table = torch.empty(n, config.n_embd).normal_(std=config.initializer_range)
-        self.weight = nn.Parameter(table)
+        self.weight = nn.Parameter(torch.empty(n, n_embd))
 
     def forward(self, ids: Tensor, ops: Explicit) -> Tensor:
         return ops.embedding(ids, self.weight)  # (B, T) -> (B, T, C)
@@ -69,10 +68,8 @@ class CausalSelfAttention(nn.Module):
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= layer + 1
         self.attn_pdrop, self.resid_pdrop = config.attn_pdrop, config.resid_pdrop
-        self.c_attn = Linear(
-            config.n_embd, 3 * config.n_embd, config.initializer_range
-        )  # query, key, value
-        self.c_proj = Linear(config.n_embd, config.n_embd, _residual_std(config))
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)  # query, key, value
+        self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(
         self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
@@ -97,8 +94,8 @@ class MLP(nn.Module):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
         self.activation_function, self.resid_pdrop = config.activation_function, config.resid_pdrop
-        self.c_fc = Linear(config.n_embd, n_inner, config.initializer_range)
-        self.c_proj = Linear(n_inner, config.n_embd, _residual_std(config))
+        self.c_fc = Linear(config.n_embd, n_inner)
+        self.c_proj = Linear(n_inner, config.n_embd)
 
     def forward(self, x: Tensor, ops: Explicit) -> Tensor:
         hidden = ops.activation(self.activation_function, self.c_fc(x, ops))  # (B, T, 4C)
@@ -134,13 +131,27 @@ class GPT2(nn.Module):
     def __init__(self, config: GPT2Config, ops: Explicit = fused) -> None:
         super().__init__()
         self.config, self.ops = config, ops
-        self.wte = Embedding(config.vocab_size, config)  # word (token) embedding
-        self.wpe = Embedding(config.n_positions, config)  # word position embedding
+        self.wte = Embedding(config.vocab_size, config.n_embd)  # word (token) embedding
+        self.wpe = Embedding(config.n_positions, config.n_embd)  # word position embedding
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(config)
-        # A head of its own is rare: GPT-2's is wte used again (tied), and then has no key in the
-        # file.
-        self.lm_head = None if config.tie_word_embeddings else Embedding(config.vocab_size, config)
+        # A head of its own is rare: GPT-2's is wte used again (tied), and has no key in the file.
+        tied = config.tie_word_embeddings
+        self.lm_head = None if tied else Embedding(config.vocab_size, config.n_embd)
+        if not self.wte.weight.is_meta:  # the loader, which has values, builds on the meta device
+            self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's random initialisation (paper, section 2.3). The maps that write to the residual
+        stream start smaller, so that the sum over all 2 * n_layer of them keeps its variance."""
+        std = self.config.initializer_range
+        c_proj_std = std / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=c_proj_std if name.endswith("c_proj.weight") else std)
+            else:
+                parameter.fill_(1.0 if "ln_" in name and name.endswith("weight") else 0.0)
 
     def forward(
         self,
@@ -231,9 +242,3 @@ def positions(attention_mask: Tensor) -> Tensor:
     Padding gets position 0; Hugging Face's generate computes the same.
     """
     return (attention_mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-
-
-def _residual_std(config: GPT2Config) -> float:
-    """Both maps of a block that write to the residual stream start smaller, so that the sum over 2
-    * n_layer of them keeps its variance (paper, section 2.3)."""
-    return config.initializer_range / math.sqrt(2 * config.n_layer)
