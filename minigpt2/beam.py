@@ -16,7 +16,7 @@ from torch import Tensor
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, processors
-from minigpt2.texts import Step, Texts
+from minigpt2.texts import Step, Texts, evaluating
 
 IMPOSSIBLE = (
     -1.0e9
@@ -64,12 +64,8 @@ def beam_search(
         ValueError: as in decoding.decode.
     """
     texts = Texts(model, token_ids, options, attention_mask)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         finished = _search(texts, options, generator, user_processors)
-    finally:
-        model.train(was_training)
     n = options.num_return_sequences
     longest = texts.T + int(finished.lengths[:, :n].max())
     return finished.ids[:, :n, :longest].flatten(0, 1), finished.scores[:, :n].flatten()
@@ -90,17 +86,13 @@ def beam_steps(
     mask = None if attention_mask is None else attention_mask[rows]
     texts = Texts(model, found[:, :T].clone(), options, mask)
     finished = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for column in range(T, found.shape[1]):
             with torch.inference_mode():
                 logits = texts.next_logits()
                 texts.append(found[:, column])
             finished = finished | torch.isin(found[:, column], found.new_tensor(texts.eos))
             yield Step(found[:, column], logits, finished, last=column + 1 == found.shape[1])
-    finally:
-        model.train(was_training)
 
 
 def _search(

@@ -13,7 +13,7 @@ from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, pick, processors
 from minigpt2.speculative import speculate
-from minigpt2.texts import Step, Texts
+from minigpt2.texts import Step, Texts, evaluating
 
 
 def generate(
@@ -97,9 +97,7 @@ def one_by_one(
     rows = torch.arange(len(token_ids), device=token_ids.device)
     rows = rows.repeat_interleave(options.num_return_sequences)
     finished = torch.zeros(len(rows), dtype=torch.bool, device=token_ids.device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for count in range(1, texts.steps + 1):
             logits = texts.next_logits()  # (B, V)
             if count == 1:  # each prompt is read once, and then goes on in as many rows as asked
@@ -114,5 +112,3 @@ def one_by_one(
             yield Step(next_ids, logits, finished, last)
             if last:
                 return
-    finally:
-        model.train(was_training)

@@ -18,7 +18,7 @@ from torch import Tensor
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, pick, processors
-from minigpt2.texts import Step, Texts
+from minigpt2.texts import Step, Texts, evaluating
 
 # ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from
 Guesser = Callable[[Tensor, int], tuple[Tensor, Tensor]]
@@ -91,13 +91,10 @@ def speculate(
     texts = Texts(model, token_ids, options)
     rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
     guess = _guesser(model, token_ids, options, generator, assistant_model)
-    modes = [(each, each.training) for each in (model, assistant_model) if each is not None]
-    for each, _ in modes:
-        each.eval()
     lookup_only = assistant_model is None
     count = options.prompt_lookup_num_tokens if lookup_only else options.num_assistant_tokens
     made = 0
-    try:
+    with evaluating(*filter(None, (model, assistant_model))):
         while made < texts.steps:
             room = min(texts.steps - made - 1, model.config.n_positions - texts.ids.shape[1])
             guesses, q = guess(texts.ids, max(0, min(count, room)))
@@ -117,9 +114,6 @@ def speculate(
                 if not kept:
                     break
             texts.trim()
-    finally:
-        for each, was_training in modes:
-            each.train(was_training)
 
 
 def _check(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,19 @@ from torch import Tensor
 from minigpt2.cache import KVCache
 from minigpt2.model import GPT2, positions
 from minigpt2.options import GenerationOptions
+
+
+@contextlib.contextmanager
+def evaluating(*models: GPT2) -> Iterator[None]:
+    """The models in evaluation mode; afterwards each is in its former one again."""
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, was_training in zip(models, modes, strict=True):
+            model.train(was_training)
 
 
 @dataclasses.dataclass

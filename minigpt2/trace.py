@@ -22,6 +22,7 @@ from minigpt2.model import GPT2
 from minigpt2.ops import Explicit, explicit
 from minigpt2.options import GenerationOptions
 from minigpt2.streaming import prompt_ids
+from minigpt2.texts import evaluating
 from minigpt2.tokenizer import Tokenizer
 
 LENS_TOKENS = 5  # how many of each layer's best tokens the logit lens keeps
@@ -32,9 +33,7 @@ PATH_TOKENS = 5  # and each step of the greedy path
 class Stage:
     """One formula of the pass, in the order in which they ran."""
 
-    name: (
-        str  # its weights' key in the checkpoint, h.0.attn.c_attn; what has none: h.0.attn.weights
-    )
+    name: str  # its weights' key in the checkpoint, h.0.attn.c_attn; or h.0.attn.weights
     formula: str  # the method of ops.Explicit
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
@@ -106,9 +105,8 @@ class _Recorder(Explicit):
         return self._note("linear", x, super().linear(x, weight, bias), weight, bias)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
-        if not self._keys[id(weight)].endswith(
-            "ln_2"
-        ):  # ln_1 reads what enters a block, ln_f the end
+        # ln_1 reads what enters a block, ln_f what leaves the last one.
+        if not self._keys[id(weight)].endswith("ln_2"):
             self.residual.append(x)
         out = super().layer_norm(x, weight, bias, epsilon)
         return self._note("layer_norm", x, out, weight, bias)
@@ -145,15 +143,13 @@ class _Recorder(Explicit):
 @contextlib.contextmanager
 def _recording(model: GPT2) -> Iterator[_Recorder]:
     """The model in evaluation mode and under a recorder; afterwards as it was."""
-    recorder = _Recorder(model)
-    was = model.ops, model.training
+    recorder, was = _Recorder(model), model.ops
     model.ops = recorder
-    model.eval()
     try:
-        yield recorder
+        with evaluating(model):
+            yield recorder
     finally:
-        model.ops = was[0]
-        model.train(was[1])
+        model.ops = was
 
 
 @torch.inference_mode()
