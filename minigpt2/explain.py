@@ -6,21 +6,27 @@ is imported once the options are known to be good."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import io
 import json
-import os
 import platform
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minigpt2 import __version__, hub
-from minigpt2.generate import Parser, pick_device, read_prompt
+from minigpt2 import __version__, cli, hub
+from minigpt2.cli import (
+    Parser,
+    commit_of,
+    find_model,
+    new_parser,
+    note,
+    pick_device,
+    read_prompt,
+    wants_color,
+)
 
 if TYPE_CHECKING:
     from minigpt2.tokenizer import Tokenizer
@@ -46,20 +52,8 @@ def __getattr__(name: str) -> object:
 
 def build_parser() -> Parser:
     """The options; the prompt's and the model's are generate's."""
-    parser = Parser(
-        prog=PROG,
-        description="Show what GPT-2 does with a text, number by number.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser(PROG, "Show what GPT-2 does with a text, number by number.", EPILOG)
     add = parser.add_argument
-    add("text", nargs="?", metavar="PROMPT", help="the text to explain; - reads standard input")
-    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
-    add("-f", "--file", type=Path, help="read the prompt from a file")
-    add("-m", "--model", default="auto", help="as in minigpt2.generate; default: gpt2, else tales")
-    add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
-    add("--offline", action="store_true", help="open no connection")
     add("--html", type=Path, metavar="FILE", help="write a page to play with")
     add("--json", action="store_true", help="print one JSON object instead of the terminal view")
     add("-n", "--greedy-steps", type=int, default=12, help="tokens to continue by; default 12")
@@ -67,14 +61,6 @@ def build_parser() -> Parser:
     add("--max-tokens-attention", type=int, metavar="N", help=help_text)
     help_text = "positions of which the page holds all scores; default: what fits 3 MB"
     add("--max-tokens-logits", type=int, metavar="N", help=help_text)
-    help_text = "take <|endoftext|> in the prompt as plain characters"
-    add("--plain-special", action="store_true", help=help_text)
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
-    add("--color", choices=("auto", "always", "never"), default="auto")
-    add("-q", "--quiet", action="store_true", help="no notes on standard error")
-    add("-v", "--verbose", action="store_true", help="a traceback with an error")
-    add("--version", action="version", version=f"minigpt2 {__version__}")
     return parser
 
 
@@ -99,30 +85,28 @@ def check_usage(args: argparse.Namespace) -> None:
         raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}")
 
 
-def load_and_trace(args: argparse.Namespace, name: str, text: str) -> tuple[Trace, Tokenizer, Path]:
-    """The trace, the tokenizer and the folder of the weights."""
+def load_and_trace(args: argparse.Namespace, folder: Path, text: str) -> tuple[Trace, Tokenizer]:
+    """The trace, and the tokenizer that it speaks."""
     import torch
 
     from minigpt2.model import GPT2
     from minigpt2.tokenizer import Tokenizer
     from minigpt2.trace import explain
 
-    folder = hub.find(name, args.revision, args.offline)
     dtype = getattr(torch, args.dtype)
     model = GPT2.from_pretrained(folder, dtype=dtype, device=pick_device(args))
     tokenizer = Tokenizer.from_pretrained(folder)
     options = {"greedy_steps": args.greedy_steps, "special": not args.plain_special}
-    return explain(model, tokenizer, text, **options), tokenizer, folder
+    return explain(model, tokenizer, text, **options), tokenizer
 
 
 def describe(args: argparse.Namespace, name: str, folder: Path, dtype: str) -> dict[str, Any]:
     """Where the numbers come from: enough to make them again."""
     import torch
 
-    official = hub.OFFICIAL.get(name)
     return {
         "model": name,
-        "revision": args.revision or (official.revision if official else None),
+        "revision": commit_of(args, name),
         "sha256": weights_hash(folder),
         "versions": f"minigpt2 {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -138,29 +122,19 @@ def weights_hash(folder: Path) -> str:
     return ", ".join(hub.sha256(file) for file in files)
 
 
-def note(args: argparse.Namespace, message: str) -> None:
-    """One line on standard error, unless --quiet."""
-    if not args.quiet:
-        sys.stderr.write(f"{PROG}: {message}\n")
-        sys.stderr.flush()
-
-
 def work(args: argparse.Namespace, text: str, command: str) -> int:
     """Trace the prompt and show it the way that was asked for."""
-    name = args.model
-    if name == "auto":
-        name, reason = hub.auto(args.offline)
-        note(args, f"model {name}: {reason}")
+    name, folder = find_model(args, PROG)
     if not text:
-        note(args, "empty prompt: showing <|endoftext|>")
-    trace, tokenizer, folder = load_and_trace(args, name, text)
+        note(args, PROG, "empty prompt: showing <|endoftext|>")
+    trace, tokenizer = load_and_trace(args, folder, text)
     about = describe(args, name, folder, trace.dtype)
     from minigpt2 import explain_html, explain_text, figures
 
     if args.html is not None:
         sizes = args.max_tokens_attention, args.max_tokens_logits
         explain_html.write(args.html, trace, tokenizer, about | {"command": command}, *sizes)
-        note(args, f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
+        note(args, PROG, f"{args.html}: {args.html.stat().st_size / 1e6:.1f} MB")
     if args.json:
         n = args.max_tokens_attention or explain_html.fitting_tokens(trace)
         sys.stdout.write(json.dumps(figures.to_json(trace, tokenizer, about, n)) + "\n")
@@ -169,14 +143,6 @@ def work(args: argparse.Namespace, text: str, command: str) -> int:
         sys.stdout.write(explain_text.render(trace, tokenizer, about, wants_color(args), bar))
     sys.stdout.flush()
     return 0
-
-
-def wants_color(args: argparse.Namespace) -> bool:
-    """Whether the terminal takes colour and nobody asked for none."""
-    if args.color != "auto":
-        return bool(args.color == "always")
-    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
-    return sys.stdout.isatty() and not plain
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -190,23 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
     command = shlex.join(["python", "-m", PROG, *(sys.argv[1:] if argv is None else argv)])
-    try:
-        return work(args, read_prompt(args, parser), command)
-    except BrokenPipeError:
-        # The reader has what it wanted. What is still buffered goes nowhere, or Python would
-        # complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if args.verbose:
-            traceback.print_exc()
-        message = " ".join(str(error).split()) or type(error).__name__
-        sys.stderr.write(f"{PROG}: error: {message}\n")
-        return 1
+    return cli.run(args, PROG, lambda: work(args, read_prompt(args, parser), command))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())
+    sys.exit(main())

@@ -6,19 +6,25 @@ known to be good."""
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from minigpt2 import __version__, hub
+from minigpt2 import cli, hub
+from minigpt2.cli import (
+    Parser,
+    commit_of,
+    find_model,
+    new_parser,
+    note,
+    pick_device,
+    read_prompt,
+    wants_color,
+)
 from minigpt2.options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -37,34 +43,9 @@ Exit status: 0 fine, 1 failure, 2 wrong usage, 130 interrupted (the text so far 
 reader went away. """
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, with one line for a mistake."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
-
-
 def build_parser() -> Parser:
-    parser = Parser(
-        prog=PROG,
-        description="Continue a text with GPT-2.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = new_parser(PROG, "Continue a text with GPT-2.", EPILOG)
     add = parser.add_argument
-    add("text", nargs="?", metavar="PROMPT", help="the text to continue; - reads standard input")
-    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
-    add("-f", "--file", type=Path, help="read the prompt from a file")
-    add(
-        "-m",
-        "--model",
-        default="auto",
-        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, tales (ships with minigpt2), "
-        "a folder or a Hub id; default: gpt2 where it can be had, else tales",
-    )
-    add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
-    add("--offline", action="store_true", help="open no connection")
     add("-n", "--max-new-tokens", type=int, default=50)
     add("--min-new-tokens", type=int, default=0, help="no end of text before so many")
     add(
@@ -112,11 +93,6 @@ def build_parser() -> Parser:
     )
     add("--ignore-eos", action="store_true", help="go on past <|endoftext|>")
     add(
-        "--plain-special",
-        action="store_true",
-        help="take <|endoftext|> in the prompt as plain characters",
-    )
-    add(
         "--context-overflow",
         choices=("stop", "slide", "error"),
         default="stop",
@@ -141,37 +117,7 @@ def build_parser() -> Parser:
         metavar="N",
         help="with --json: log-probabilities, and the N best alternatives",
     )
-    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
-    add("--color", choices=("auto", "always", "never"), default="auto", help="prompt in bold")
-    add("-q", "--quiet", action="store_true", help="no hints, no statistics")
-    add(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="statistics always, and a traceback with an error",
-    )
-    add("--version", action="version", version=f"minigpt2 {__version__}")
     return parser
-
-
-def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
-    """The one prompt that was given. Exactly one final newline of a file or of standard input is
-    dropped."""
-    given = [str(source) for source in (args.text, args.prompt, args.file) if source is not None]
-    if len(given) > 1:
-        parser.error("give one prompt: as an argument, with --prompt or with --file")
-    if args.file is not None:
-        with args.file.open("rb") as file:
-            content = file.read()
-    elif args.text == "-" or not given:
-        if not given and sys.stdin.isatty():
-            parser.error(f'no prompt; for example: python -m {parser.prog} "Once upon a time"')
-        content = sys.stdin.buffer.read()
-    else:
-        return given[0]
-    text: str = content.decode("utf-8", errors="surrogateescape")
-    return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
 
 
 def build_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -221,12 +167,7 @@ class Out:
             self._stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
         self._flush = args.stream
         self._newlines = ""
-        color = (
-            self._stream.isatty()
-            and "NO_COLOR" not in os.environ
-            and os.environ.get("TERM") != "dumb"
-        )
-        self._bold = args.color == "always" or args.color == "auto" and color
+        self._bold = wants_color(args)
 
     def write(self, text: str, bold: bool = False) -> None:
         body = text.rstrip("\n")
@@ -253,10 +194,8 @@ class Run:
     """One call: the model is loaded, tokens are drawn, and what came out is kept for text, JSON and
     statistics."""
 
-    def __init__(
-        self, args: argparse.Namespace, prompt: str, options: dict[str, Any], name: str
-    ) -> None:
-        folder = hub.find(name, args.revision, args.offline)  # before torch, to refuse at once
+    def __init__(self, args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> None:
+        name, folder = find_model(args, PROG)  # before torch, to refuse at once
 
         import torch
 
@@ -276,9 +215,7 @@ class Run:
         ids = self.tokenizer.encode(prompt, special=not args.plain_special)
         self.token_ids = prompt_ids(self.tokenizer, ids)
         self.echo = self.tokenizer.decode(ids)
-        self.revision = args.revision or (
-            hub.OFFICIAL[name].revision if name in hub.OFFICIAL else None
-        )
+        self.revision = commit_of(args, name)
         self.samples = GenerationOptions(**options).samples
         self.seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
         self.rows: list[list[TextStep]] = [[] for _ in range(args.num_return_sequences)]
@@ -370,29 +307,6 @@ class Run:
         return ", ".join(parts)
 
 
-def pick_device(args: argparse.Namespace) -> str:
-    """The device asked for, or the fastest there is.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
-    import torch
-
-    if args.device == "auto":
-        return (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
-    try:
-        torch.empty(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
-    return str(args.device)
-
-
 def write_texts(run: Run, out: Out) -> None:
     """Text mode: the first row as it grows, the others after it."""
     for row in range(len(run.rows)):
@@ -409,24 +323,18 @@ def write_texts(run: Run, out: Out) -> None:
             out.write("".join(step.text for step in run.rows[row]))
 
 
-def note(args: argparse.Namespace, message: str) -> None:
-    """One line on standard error, unless --quiet."""
-    if not args.quiet:
-        print(f"{PROG}: {message}", file=sys.stderr, flush=True)
-
-
 def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
-    name = args.model
-    if name == "auto":
-        name, reason = hub.auto(args.offline)
-        note(args, f"model {name}: {reason}")
-    run = Run(args, prompt, options, name)
+    run = Run(args, prompt, options)
     if not prompt:
-        note(args, "empty prompt: starting from <|endoftext|>")
+        note(args, PROG, "empty prompt: starting from <|endoftext|>")
     if prompt.endswith(" "):
-        note(args, "the prompt ends in a space, but words begin with theirs: better leave it out")
+        note(
+            args,
+            PROG,
+            "the prompt ends in a space, but words begin with theirs: better leave it out",
+        )
     if run.samples and args.seed is None:
-        note(args, f"seed {run.seed}")
+        note(args, PROG, f"seed {run.seed}")
     out = Out(args)
     interrupted = False
     try:
@@ -442,7 +350,7 @@ def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
             out.write(run.to_json(row, interrupted) + "\n")
     out.end()
     if args.verbose or sys.stderr.isatty():
-        note(args, run.statistics(interrupted))
+        note(args, PROG, run.statistics(interrupted))
     return 130 if interrupted else 0
 
 
@@ -455,23 +363,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_usage(args)
     except ValueError as error:
         parser.error(str(error))
-    try:
-        return work(args, read_prompt(args, parser), options)
-    except BrokenPipeError:
-        # The reader has what it wanted. What is still buffered goes nowhere, or Python would
-        # complain at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
-        if args.verbose:
-            traceback.print_exc()
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"{PROG}: error: {message}", file=sys.stderr)
-        return 1
+    return cli.run(args, PROG, lambda: work(args, read_prompt(args, parser), options))
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())
+    sys.exit(main())

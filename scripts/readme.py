@@ -29,6 +29,7 @@ ORDER = {
     "beam.py": "beam search",
     "speculative.py": "tokens guessed ahead and verified at once",
     "streaming.py": "text as it grows, stop strings",
+    "cli.py": "what the command lines have in common",
     "generate.py": "the command line",
     "trace.py": "one forward pass, recorded: stages, attention, logit lens",
     "figures.py": "what the views of a trace show",

@@ -1,0 +1,150 @@
+"""What the command lines have in common: prompt, model, notes, errors and exit codes.
+
+It imports no torch: --help, and a mistake in the options, are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from minigpt2 import __version__, hub
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with one line for a mistake."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def new_parser(prog: str, description: str, epilog: str) -> Parser:
+    """A parser with the prompt's and the model's options."""
+    parser = Parser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("text", nargs="?", metavar="PROMPT", help="the text to start from; - reads standard input")
+    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
+    add("-f", "--file", type=Path, help="read the prompt from a file")
+    plain = "take <|endoftext|> in the prompt as plain characters"
+    add("--plain-special", action="store_true", help=plain)
+    add(
+        "-m",
+        "--model",
+        default="auto",
+        help="gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, tales (ships with minigpt2), "
+        "a folder or a Hub id; default: gpt2 where it can be had, else tales",
+    )
+    add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
+    add("--offline", action="store_true", help="open no connection")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--color", choices=("auto", "always", "never"), default="auto")
+    add("-q", "--quiet", action="store_true", help="no notes on standard error")
+    add("-v", "--verbose", action="store_true", help="more notes, and a traceback with an error")
+    add("--version", action="version", version=f"minigpt2 {__version__}")
+    return parser
+
+
+def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
+    """The one prompt that was given. Exactly one final newline of a file or of standard input is
+    dropped."""
+    given = [str(source) for source in (args.text, args.prompt, args.file) if source is not None]
+    if len(given) > 1:
+        parser.error("give one prompt: as an argument, with --prompt or with --file")
+    if args.file is not None:
+        with args.file.open("rb") as file:
+            content = file.read()
+    elif args.text == "-" or not given:
+        if not given and sys.stdin.isatty():
+            parser.error(f'no prompt; for example: python -m {parser.prog} "Once upon a time"')
+        content = sys.stdin.buffer.read()
+    else:
+        return given[0]
+    text: str = content.decode("utf-8", errors="surrogateescape")
+    return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
+
+
+def find_model(args: argparse.Namespace, prog: str) -> tuple[str, Path]:
+    """The model's name, chosen and explained where none was given, and its folder.
+
+    Raises:
+        CheckpointError: as in hub.find.
+    """
+    name = args.model
+    if name == "auto":
+        name, reason = hub.auto(args.offline)
+        note(args, prog, f"model {name}: {reason}")
+    return name, hub.find(name, args.revision, args.offline)
+
+
+def commit_of(args: argparse.Namespace, name: str) -> str | None:
+    """The revision in force: the one asked for, an official model's pinned one, or none known."""
+    return args.revision or (hub.OFFICIAL[name].revision if name in hub.OFFICIAL else None)
+
+
+def pick_device(args: argparse.Namespace) -> str:
+    """The device asked for, or the fastest there is.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    import torch
+
+    if args.device == "auto":
+        return (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
+    try:
+        torch.empty(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {args.device}: {str(error).splitlines()[0]}") from None
+    return str(args.device)
+
+
+def wants_color(args: argparse.Namespace) -> bool:
+    """Whether the terminal takes colour and nobody asked for none."""
+    if args.color != "auto":
+        return bool(args.color == "always")
+    plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
+    return sys.stdout.isatty() and not plain
+
+
+def note(args: argparse.Namespace, prog: str, message: str) -> None:
+    """One line on standard error, unless --quiet."""
+    if not args.quiet:
+        print(f"{prog}: {message}", file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace, prog: str, work: Callable[[], int]) -> int:
+    """Do the work; the exit status: its own, 1 after an error, 130 after Ctrl-C, or 141 when the
+    reader of standard output went away."""
+    try:
+        return work()
+    except BrokenPipeError:
+        # The reader has what it wanted. What is still buffered goes nowhere, or Python would
+        # complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        if args.verbose:
+            traceback.print_exc()
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"{prog}: error: {message}", file=sys.stderr)
+        return 1
