@@ -144,11 +144,13 @@ def _left_padding(
     pad = options.pad_token_id
     if attention_mask is None and pad is not None and pad not in eos:
         attention_mask = (token_ids != pad).long()
-    if attention_mask is None or attention_mask.all():
+    if attention_mask is None:
         return None
     if attention_mask.shape != token_ids.shape:
         have, need = tuple(attention_mask.shape), tuple(token_ids.shape)
         raise ValueError(f"attention_mask is {have}, token_ids are {need}: they must be the same")
+    if attention_mask.all():
+        return None
     mask = (attention_mask != 0).long()
     if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
         raise ValueError(

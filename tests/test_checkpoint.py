@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 from minigpt2 import GPT2, CheckpointError
+from minigpt2.checkpoint import MASK_BUFFER
 
 Draw = Callable[..., torch.Tensor]
 TINY = SIZES["tiny"]
@@ -339,6 +340,20 @@ def test_a_pickle_is_read_for_tensors_only(
         file.writestr("x/data.pkl", pickle.dumps(Harm()))
     refused(saved, "pytorch_model.bin")
     assert not (tmp_path / "harmed").exists()
+    (saved / "pytorch_model.bin").write_bytes(b"PK cut short")  # not to be converted, as PK else is
+    refused(saved, "pytorch_model.bin: damaged or cut short")
+
+
+def test_mask_buffers_of_every_layer_are_known() -> None:
+    assert MASK_BUFFER.fullmatch("h.11.attn.bias")
+    assert MASK_BUFFER.fullmatch("h.47.attn.masked_bias")
+
+
+def test_weights_in_any_memory_order_are_saved(tmp_path: Path) -> None:
+    model = harsh_model(SIZES["tiny"])
+    model.wte.weight = torch.nn.Parameter(model.wte.weight.detach().T.contiguous().T)
+    model.save_pretrained(tmp_path)
+    assert same(GPT2.from_pretrained(tmp_path), model)
 
 
 def test_loaded_in_evaluation_mode_without_a_copy(saved: Path) -> None:

@@ -25,6 +25,19 @@ def test_random_options_give_hugging_faces_ids(first: int) -> None:
     assert [text for seed in range(first, first + 25) if (text := differential.differs(seed))] == []
 
 
+@pytest.mark.parametrize("seed", [1010, 1019, 1075, 1094, 1107, 1220, 1307, 1559])
+def test_beams_that_end_often_give_hugging_faces_ids(seed: int) -> None:
+    # A third of the vocabulary ends a text. On these seeds it matters which texts still count once
+    # a prompt's search is over, and how many tokens the samplers have to leave.
+    case = differential.draw(seed)
+    case.options |= {"eos_token_id": list(range(10, 40)), "pad_token_id": 98}
+    if case.mask is not None:
+        case.ids = case.ids.masked_fill(case.mask == 0, 98)
+    assert case.options["num_beams"] > 1
+    mine, other = differential.run(case, seed)
+    assert mine.tolist() == other.tolist()
+
+
 def greedy(model: GPT2, ids: torch.Tensor, n: int) -> list[list[int]]:
     """The n tokens of a loop without cache, options or batch."""
     rows = []
@@ -51,8 +64,11 @@ def test_no_forward_pass_after_the_last_token(tiny: GPT2) -> None:
     end = tiny.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=1)[0, -1].item()
     lengths.clear()
     tiny.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, eos_token_id=end)
-    hook.remove()
     assert lengths == [3]
+    lengths.clear()  # the cache serves to the window's last position
+    tiny.generate(torch.ones(1, 60, dtype=torch.long), max_new_tokens=5, eos_token_id=())
+    hook.remove()
+    assert lengths == [60, 1, 1, 1, 1]
 
 
 def test_nothing_asked_nothing_done(tiny: GPT2, random_ids: Draw) -> None:
@@ -314,6 +330,7 @@ def test_early_stopping_settings_differ_as_documented() -> None:
         ([[1, 0, 1]], "pad prompts on the left"),
         ([[0, 0, 0]], "pad prompts on the left"),
         ([[0, 1]], r"attention_mask is \(1, 2\), token_ids are \(1, 3\)"),
+        ([[1, 1]], r"attention_mask is \(1, 2\), token_ids are \(1, 3\)"),
     ],
 )
 def test_masks_that_are_not_left_padding_are_refused(
@@ -321,6 +338,23 @@ def test_masks_that_are_not_left_padding_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         tiny.generate(torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor(mask))
+
+
+def test_any_number_but_zero_marks_a_token(tiny: GPT2, random_ids: Draw) -> None:
+    ids = random_ids(2, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    assert torch.equal(
+        tiny.generate(ids, attention_mask=mask), tiny.generate(ids, attention_mask=7 * mask)
+    )
+
+
+def test_an_end_of_text_outside_the_vocabulary_never_comes(tiny: GPT2, random_ids: Draw) -> None:
+    ids = random_ids(1, 4)
+    for options in ({}, {"num_beams": 2}):
+        assert torch.equal(
+            tiny.generate(ids, eos_token_id=500, min_new_tokens=2, max_new_tokens=4, **options),
+            tiny.generate(ids, eos_token_id=(), max_new_tokens=4, **options),
+        )
 
 
 def test_padding_is_inferred_from_a_pad_that_is_no_end_of_text(tiny: GPT2) -> None:

@@ -76,6 +76,8 @@ def test_a37_a_cached_hub_id_and_its_branches(cache: Path, saved: Path) -> None:
     assert hub.find("someone/tiny", revision="a" * 40) == snapshot
     with pytest.raises(CheckpointError, match=r"someone/tiny is not on this machine.*revision dev"):
         hub.find("someone/tiny", revision="dev")
+    with pytest.raises(CheckpointError, match=r"someone/tiny is not on this machine.*revision dev"):
+        GPT2.from_pretrained("someone/tiny", revision="dev")
 
 
 def test_a37_a_broken_link_is_named_with_the_remedy(cache: Path, saved: Path) -> None:
@@ -205,6 +207,12 @@ def test_download_then_no_more_connections(server: type[Hub], tiny: GPT2) -> Non
     assert len(server.requests) == asked
 
 
+def test_local_files_only_asks_nobody(server: type[Hub]) -> None:
+    with pytest.raises(CheckpointError, match="someone/tiny is not on this machine"):
+        GPT2.from_pretrained("someone/tiny", local_files_only=True)
+    assert server.requests == []
+
+
 def test_the_vocabulary_comes_along_where_there_is_one(server: type[Hub]) -> None:
     server.files["tokenizer.json"] = b"{}"
     folder = hub.find("someone/tiny")
@@ -240,6 +248,9 @@ def test_an_official_download_of_the_wrong_size_is_refused_and_deleted(server: t
         for path in Path(constants.HF_HUB_CACHE).rglob("*")
         if path.is_file()
     )
+    assert not any(path.is_symlink() for path in Path(constants.HF_HUB_CACHE).rglob("model.*"))
+    # The official vocabulary ships with minigpt2.
+    assert not any(request.endswith(("vocab.json", "merges.txt")) for request in server.requests)
 
 
 def test_an_official_download_of_the_wrong_hash_is_refused_and_deleted(

@@ -248,6 +248,10 @@ def test_a_full_cache_is_refused_with_the_numbers(tiny: GPT2) -> None:
     with pytest.raises(ValueError, match="4 tokens do not fit a KVCache of max_length 3"):
         tiny(torch.tensor([[4]]), cache=cache)
     assert cache.length == 3
+    cache = KVCache(TINY, 1, 80)  # roomier than the window
+    tiny(torch.ones(1, 64, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match=r"64 cached . 1 new tokens exceed n_positions 64"):
+        tiny(torch.tensor([[4]]), cache=cache)
 
 
 def test_a34_dropout_acts_in_training_mode_only(random_ids: Draw) -> None:
@@ -271,6 +275,18 @@ def test_every_dropout_probability_is_honoured(name: str, random_ids: Draw) -> N
     for ops in (fused, explicit):
         model.ops = ops
         assert not torch.equal(model(ids), model(ids))
+
+
+@pytest.mark.parametrize("silent", ["attn", "mlp"])
+def test_both_parts_of_a_block_are_dropped_out(silent: str, random_ids: Draw) -> None:
+    config = dataclasses.replace(TINY, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.5)
+    model = harsh_model(config).train()
+    with torch.no_grad():
+        for block in model.h:
+            for parameter in block.get_submodule(silent).c_proj.parameters():  # type: ignore[union-attr]
+                parameter.zero_()
+    ids = random_ids(1, 10)
+    assert not torch.equal(model(ids), model(ids))
 
 
 def test_initialisation_is_gpt2s() -> None:

@@ -98,6 +98,8 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
     assert kept(sampling.min_p(scores, 0.4)) == [0, 1]
     assert kept(sampling.min_p(scores, 1.0)) == [0]
     assert len(kept(sampling.min_p(scores, 1.0, min_tokens_to_keep=2))) == 2
+    assert len(kept(sampling.min_p(scores, 1.0, min_tokens_to_keep=9))) == 4
+    assert kept(sampling.min_p(torch.tensor([[1.0, 1.0, 0.0]]), 1.0)) == [0, 1]  # ties stay
 
 
 def test_no_repeat_ngram() -> None:
@@ -118,6 +120,8 @@ def test_forbid_words_needs_the_start_of_a_word() -> None:
     result = sampling.forbid_words(scores, ids, [[5], [2, 3], [0, 1, 2, 4]])
     assert torch.isneginf(result[0]).nonzero().flatten().tolist() == [3, 5]
     assert torch.isneginf(result[1]).nonzero().flatten().tolist() == [5]
+    longer = [[1, 1, 1, 4]]  # than the text, whose one token must not stand for three
+    assert torch.equal(sampling.forbid_words(scores, ids, longer), scores)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -189,11 +193,24 @@ def test_min_new_tokens_counts_from_the_prompt() -> None:
         assert torch.isfinite(result[0, [0, 2]]).all()
 
 
+def test_rules_of_ones_own_see_the_end_of_text_forbidden() -> None:
+    seen: list[torch.Tensor] = []
+
+    def user(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(scores)
+        return scores
+
+    rules = sampling.processors(GenerationOptions(min_new_tokens=2), 1, None, [1], [user])
+    sampling.apply(rules, torch.tensor([[0]]), torch.zeros(1, 3))
+    assert kept(seen[0]) == [0, 2]
+
+
 def test_bad_words_that_are_an_end_of_text_are_dropped() -> None:
     options = GenerationOptions(bad_words_ids=[[1], [1, 2]])
     (rule,) = sampling.processors(options, 1, None, [1])
     assert kept(rule(torch.tensor([[0]]), torch.zeros(1, 3))) == [0, 1, 2]
     assert kept(rule(torch.tensor([[1]]), torch.zeros(1, 3))) == [0, 1]
+    assert sampling.processors(GenerationOptions(bad_words_ids=[[1], [2]]), 1, None, [1, 2]) == []
 
 
 def test_pick_takes_the_first_of_equals_and_draws_by_probability() -> None:

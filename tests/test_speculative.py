@@ -12,7 +12,7 @@ from parity import SIZES, harsh_model
 
 from minigpt2 import GPT2, Tokenizer, stream
 from minigpt2.options import GenerationOptions
-from minigpt2.speculative import lookup, speculate
+from minigpt2.speculative import ModelGuesser, lookup, speculate
 
 Draw = Callable[..., torch.Tensor]
 TINY = SIZES["tiny"]
@@ -46,6 +46,9 @@ def assistant() -> GPT2:
         ([7], 3, 2, []),
         ([7, 7], 3, 2, [7]),
         ([7, 7, 7, 7], 2, 1, [7, 7]),
+        ([1, 2, 3, 5, 2, 4, 1, 2], 1, 2, [3]),  # two tokens found decide before one found later
+        ([1, 2, 3, 5, 2, 4, 1, 2], 1, 1, [4]),
+        ([5, 2, 9, 4, 2, 8, 2], 2, 1, [8, 2]),  # k tokens follow, and the text ends with them
     ],
 )
 def test_lookup(ids: list[int], k: int, longest: int, guesses: list[int]) -> None:
@@ -198,6 +201,47 @@ def test_what_cannot_be_combined_is_refused(tiny: GPT2) -> None:
     other = harsh_model(dataclasses.replace(TINY, vocab_size=50))
     with pytest.raises(ValueError, match="vocab_size 50 is not the model's 199"):
         tiny.generate(ids, assistant_model=other)
+
+
+def test_the_assistant_guesses_within_its_window_and_under_the_rules(random_ids: Draw) -> None:
+    small = harsh_model(dataclasses.replace(TINY, n_positions=8))
+    ids = random_ids(1, 6)
+    with torch.no_grad():
+        best = small(ids)[0, -1].argmax().item()
+    options = GenerationOptions(eos_token_id=best, min_new_tokens=3)
+    guesses, probs = ModelGuesser(small, ids, options, None)(ids, 5)
+    assert guesses.shape == (1, 2)
+    assert probs.shape == (2, 199)
+    assert guesses[0, 0] != best
+    assert ModelGuesser(small, ids, options, None)(random_ids(1, 9), 5)[0].shape == (1, 0)
+
+
+def test_a_seed_repeats_a_draw_whatever_the_global_one(double: GPT2, assistant: GPT2) -> None:
+    ids = torch.tensor([[3, 9, 4, 3, 9]])
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": assistant}):
+        texts = []
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            generator = torch.Generator().manual_seed(5)
+            out = double.generate(
+                ids, max_new_tokens=30, do_sample=True, temperature=20.0, eos_token_id=(),
+                generator=generator, **options,
+            )  # fmt: skip
+            texts.append(out.tolist())
+        assert texts[0] == texts[1]
+
+
+def test_rules_of_ones_own_apply_and_logits_are_from_before_them(double: GPT2) -> None:
+    def only_seven(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([7]), 0.0)
+
+    ids = torch.tensor([[7, 7, 7]])
+    options = GenerationOptions(max_new_tokens=5, prompt_lookup_num_tokens=3, eos_token_id=())
+    steps = list(speculate(double, ids, options, None, [only_seven]))
+    assert [step.token_ids.item() for step in steps] == [7] * 5
+    with torch.no_grad():
+        whole = double(torch.full((1, 7), 7)).float()
+    torch.testing.assert_close(torch.stack([step.logits[0] for step in steps]), whole[0, 2:])
 
 
 def test_modes_are_restored() -> None:

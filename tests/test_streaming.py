@@ -105,6 +105,7 @@ def test_a36_nor_one_that_begins_in_the_prompt(model: GPT2) -> None:
         (" a b c", ["c", "b"], " a "),  # the earliest wins, whatever the order given
         (" a b c", ["b c", "b"], " a "),
         (" aab", ["aab", "ab"], " "),
+        (" Paris", ["is", "ar"], " P"),  # also where one token holds both
         ("x", ["x"], ""),
         (" \U0001f44d ok", ["\U0001f44d"], " "),
         (" \U0001f44d ok", ["ok"], " \U0001f44d "),
@@ -135,10 +136,19 @@ def test_nothing_is_held_back_longer_than_it_must_be() -> None:
     assert deltas == [" ", "do"]
 
 
-def test_an_unfinished_character_may_complete_a_stop_at_the_end() -> None:
+def test_an_unfinished_character_may_complete_a_stop_at_the_end(model: GPT2) -> None:
     deltas, stopped = build([447], ["�"])
     assert stopped
     assert "".join(deltas) == ""
+    steps = say(model, [447], stop=["�"])
+    assert [(step.text, step.finish_reason) for step in steps] == [("", "stop_sequence")]
+
+
+def test_nothing_comes_out_after_a_stop() -> None:
+    builder = TextBuilder(TOKENIZER, ["ab"])
+    shown = [builder.push(TOKENIZER.encode(letter)[0]) for letter in "xab"]
+    assert builder.stopped
+    assert [*shown, builder.flush()] == ["x", "", "", ""]
 
 
 @given(
@@ -241,15 +251,30 @@ def test_rows_end_each_at_its_own_stop(model: GPT2) -> None:
     assert count == 3  # and not one step more
 
 
+@pytest.mark.parametrize("unused", [50257, 50300])
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_a29_ids_beyond_the_tokenizer_are_never_picked(do_sample: bool) -> None:
+def test_a29_ids_beyond_the_tokenizer_are_never_picked(do_sample: bool, unused: int) -> None:
     padded = harsh_model(
         GPT2Config(vocab_size=50304, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     )
     with torch.no_grad():
         padded.ln_f.weight.zero_()
         padded.ln_f.bias.fill_(1.0)
-        padded.wte.weight[50300] = 10.0  # scores highest by far
-        assert padded(torch.tensor([[1]]))[0, -1].argmax() == 50300
+        padded.wte.weight[unused] = 10.0  # scores highest by far
+        assert padded(torch.tensor([[1]]))[0, -1].argmax() == unused
     steps = list(stream(padded, TOKENIZER, "x", max_new_tokens=5, do_sample=do_sample, top_k=200))
     assert all(step.token_id < 50257 for step in steps)
+    hostile = [lambda _ids, scores: scores.masked_fill(torch.arange(50304) == unused, 1e4)]
+    steps = list(stream(padded, TOKENIZER, "x", max_new_tokens=2, processors=hostile))
+    assert all(step.token_id < 50257 for step in steps)
+
+
+def test_an_assistant_helps_a_stream(model: GPT2) -> None:
+    helper = harsh_model(model.config)
+    calls: list[int] = []
+    helper.register_forward_pre_hook(lambda _module, args: calls.append(args[0].shape[1]))
+    options = {"max_new_tokens": 4, "eos_token_id": ()}
+    helped = list(stream(model, TOKENIZER, "x", assistant_model=helper, **options))
+    plain = list(stream(model, TOKENIZER, "x", **options))
+    assert [step.token_id for step in helped] == [step.token_id for step in plain]
+    assert calls
