@@ -9,6 +9,7 @@ by a draw from what the guesser missed, max(0, p - q) (Leviathan et al. 2023, se
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -51,7 +52,9 @@ class ModelGuesser:
         options: GenerationOptions,
         generator: torch.Generator | None,
     ) -> None:
-        self._texts = Texts(model, token_ids, options)
+        # Sliding, as far as Texts is concerned: beyond its window the small model is not asked.
+        free = dataclasses.replace(options, context_overflow="slide")
+        self._texts = Texts(model, token_ids, free)
         self._rules = processors(options, self._texts.T, None, self._texts.eos)
         self._options, self._generator = options, generator
         self._window = model.config.n_positions

@@ -326,6 +326,12 @@ def test_the_seed_is_the_peers(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert json.loads(out)["token_ids"] == expected[0, len(ids) :].tolist()
 
 
+def test_zero_is_a_seed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    runs = [main(capfd, "Hi", "-m", folder, "-n", "6", "-t", "2", "--seed", "0") for _ in "ab"]
+    assert runs[0] == runs[1]
+    assert "seed" not in runs[0][1]  # it was not drawn
+
+
 def test_a_drawn_seed_is_shown_and_repeats_the_run(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

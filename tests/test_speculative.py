@@ -244,6 +244,15 @@ def test_rules_of_ones_own_apply_and_logits_are_from_before_them(double: GPT2) -
     torch.testing.assert_close(torch.stack([step.logits[0] for step in steps]), whole[0, 2:])
 
 
+def test_a_prompt_longer_than_the_assistants_window(tiny: GPT2, random_ids: Draw) -> None:
+    small = harsh_model(dataclasses.replace(TINY, n_positions=16))
+    ids = random_ids(1, 20)
+    for overflow in ("stop", "error"):
+        options = {"max_new_tokens": 8, "context_overflow": overflow, "eos_token_id": ()}
+        helped = tiny.generate(ids, assistant_model=small, **options)
+        assert torch.equal(helped, tiny.generate(ids, **options))
+
+
 def test_modes_are_restored() -> None:
     model, helper = harsh_model(TINY).train(), harsh_model(TINY).train()
     model.generate(torch.tensor([[1, 2]]), assistant_model=helper)
