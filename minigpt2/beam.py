@@ -156,6 +156,8 @@ def _candidates(
         (B, N) scores, best first; the beam that each continues; its token.
     """
     (B, K), V = running.shape, log_probs.shape[-1]
+    if log_probs.isnan().any():
+        raise ValueError("the model's scores are not numbers: try it in float32")
     total = (log_probs.view(B, K, V) + running[:, :, None]).flatten(1)  # (B, K * V)
     n = min(max(2, 1 + len(eos)) * K, K * V)
     if options.samples:

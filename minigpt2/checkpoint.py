@@ -107,13 +107,21 @@ def save_pretrained(model: GPT2, folder: str | Path) -> None:
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then put it in the place of `path` in one step."""
+    """Let `write` fill a temporary file, then put it in the place of `path` in one step.
+
+    A link is followed, an existing file keeps its permissions, a pipe or a device is written to.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        write(path)
+        return
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
+        # Set here, since safetensors writes files that only their owner can read.
+        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -126,7 +134,7 @@ def _saved_name(key: str) -> str:
 def _collect(folder: Path) -> dict[str, Tensor]:
     """All weights of a folder under GPT2's own keys: no prefix, no mask buffers."""
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for stored_key, tensor in _read(file).items():
             key = PREFIX.sub("", stored_key)
             if MASK_BUFFER.fullmatch(key):
@@ -141,7 +149,8 @@ def _collect(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a folder's weights are read from."""
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]

@@ -6,6 +6,7 @@ It imports no torch: --help, and a mistake in the options, are answered at once.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -21,6 +22,21 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def open_streams() -> None:
+    """A standard stream that the caller closed reads as empty, and swallows what is written."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for good)
+
+
+def from_argument(text: str) -> str:
+    """An argument as the UTF-8 that the shell passed, whatever the locale made of it."""
+    try:
+        return os.fsencode(text).decode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # not from a shell: main(argv) was called with other surrogates
+        return text
 
 
 def new_parser(prog: str, description: str, epilog: str) -> Parser:
@@ -70,7 +86,7 @@ def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
             parser.error(f'no prompt; for example: python -m {parser.prog} "Once upon a time"')
         content = sys.stdin.buffer.read()
     else:
-        return given[0]
+        return from_argument(given[0])
     text: str = content.decode("utf-8", errors="surrogateescape")
     return text[: -2 if text.endswith("\r\n") else -1] if text.endswith("\n") else text
 
@@ -88,9 +104,9 @@ def find_model(args: argparse.Namespace, prog: str) -> tuple[str, Path]:
     return name, hub.find(name, args.revision, args.offline)
 
 
-def commit_of(args: argparse.Namespace, name: str) -> str | None:
-    """The revision in force: the one asked for, an official model's pinned one, or none known."""
-    return args.revision or (hub.OFFICIAL[name].revision if name in hub.OFFICIAL else None)
+def commit_of(folder: Path) -> str | None:
+    """The commit of a checkpoint that came from the Hub."""
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def pick_device(args: argparse.Namespace) -> str:
@@ -127,6 +143,12 @@ def wants_color(args: argparse.Namespace) -> bool:
 def note(args: argparse.Namespace, prog: str, message: str) -> None:
     """One line on standard error, unless --quiet."""
     if not args.quiet:
+        complain(prog, message)
+
+
+def complain(prog: str, message: str) -> None:
+    """One line on standard error; where nobody can read it, the work goes on all the same."""
+    with contextlib.suppress(OSError):
         print(f"{prog}: {message}", file=sys.stderr, flush=True)
 
 
@@ -146,5 +168,5 @@ def run(args: argparse.Namespace, prog: str, work: Callable[[], int]) -> int:
         if args.verbose:
             traceback.print_exc()
         message = " ".join(str(error).split()) or type(error).__name__
-        print(f"{prog}: error: {message}", file=sys.stderr)
+        complain(prog, f"error: {message}")
         return 1

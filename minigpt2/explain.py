@@ -100,13 +100,13 @@ def load_and_trace(args: argparse.Namespace, folder: Path, text: str) -> tuple[T
     return explain(model, tokenizer, text, **options), tokenizer
 
 
-def describe(args: argparse.Namespace, name: str, folder: Path, dtype: str) -> dict[str, Any]:
+def describe(name: str, folder: Path, dtype: str) -> dict[str, Any]:
     """Where the numbers come from: enough to make them again."""
     import torch
 
     return {
         "model": name,
-        "revision": commit_of(args, name),
+        "revision": commit_of(folder),
         "sha256": weights_hash(folder),
         "versions": f"minigpt2 {__version__}, torch {torch.__version__}, "
         f"Python {platform.python_version()}",
@@ -116,10 +116,9 @@ def describe(args: argparse.Namespace, name: str, folder: Path, dtype: str) -> d
 
 def weights_hash(folder: Path) -> str:
     """The sha256 of the file that the weights were read from, or of each shard."""
-    names = ["model.safetensors", "pytorch_model.bin"]
-    whole = [folder / name for name in names if (folder / name).is_file()]
-    files = whole[:1] or sorted(folder.glob("*.safetensors"))
-    return ", ".join(hub.sha256(file) for file in files)
+    from minigpt2.checkpoint import weight_files
+
+    return ", ".join(hub.sha256(file) for file in weight_files(folder))
 
 
 def work(args: argparse.Namespace, text: str, command: str) -> int:
@@ -128,7 +127,7 @@ def work(args: argparse.Namespace, text: str, command: str) -> int:
     if not text:
         note(args, PROG, "empty prompt: showing <|endoftext|>")
     trace, tokenizer = load_and_trace(args, folder, text)
-    about = describe(args, name, folder, trace.dtype)
+    about = describe(name, folder, trace.dtype)
     from minigpt2 import explain_html, explain_text, figures
 
     if args.html is not None:
@@ -147,6 +146,7 @@ def work(args: argparse.Namespace, text: str, command: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
+    cli.open_streams()
     parser = build_parser()
     args = parser.parse_args(argv)
     try:

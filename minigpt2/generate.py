@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import random
 import sys
@@ -19,6 +20,7 @@ from minigpt2.cli import (
     Parser,
     commit_of,
     find_model,
+    from_argument,
     new_parser,
     note,
     pick_device,
@@ -215,7 +217,7 @@ class Run:
         ids = self.tokenizer.encode(prompt, special=not args.plain_special)
         self.token_ids = prompt_ids(self.tokenizer, ids)
         self.echo = self.tokenizer.decode(ids)
-        self.revision = commit_of(args, name)
+        self.revision = commit_of(folder)
         self.samples = GenerationOptions(**options).samples
         self.seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
         self.rows: list[list[TextStep]] = [[] for _ in range(args.num_return_sequences)]
@@ -246,9 +248,16 @@ class Run:
                 self.rows[row].append(text_step)
             yield step
 
+    def text(self, row: int) -> str:
+        """The row's text so far, with what is still held back if it has not ended."""
+        steps = self.rows[row]
+        if steps and steps[-1].finish_reason is None:
+            return self.tokenizer.decode(step.token_id for step in steps)
+        return "".join(step.text for step in steps)
+
     def finish_reason(self, row: int, interrupted: bool) -> str:
         steps = self.rows[row]
-        reason = steps[-1].finish_reason if steps else "length"
+        reason = steps[-1].finish_reason if steps else None
         return reason or ("interrupted" if interrupted else "length")
 
     def to_json(self, row: int, interrupted: bool) -> str:
@@ -258,7 +267,7 @@ class Run:
             "revision": self.revision,
             "prompt": self.echo,
             "prompt_token_ids": self.token_ids,
-            "text": "".join(step.text for step in steps),
+            "text": self.text(row),
             "token_ids": [step.token_id for step in steps],
             "finish_reason": self.finish_reason(row, interrupted),
             "settings": {
@@ -309,18 +318,20 @@ class Run:
 
 def write_texts(run: Run, out: Out) -> None:
     """Text mode: the first row as it grows, the others after it."""
-    for row in range(len(run.rows)):
-        if row:
-            out.end()
-            out.write("---\n")
+    steps = run.steps()
+    first = next(steps, {})  # before anything is printed: a prompt that is too long fails here
+    try:
         if run.args.echo:
             out.write(run.echo, bold=True)
-        if row == 0:
-            for step in run.steps():
-                if 0 in step:
-                    out.write(step[0].text)
-        else:
-            out.write("".join(step.text for step in run.rows[row]))
+        for step in itertools.chain([first], steps):
+            if 0 in step:
+                out.write(step[0].text)
+    finally:  # also after Ctrl-C
+        shown = "".join(step.text for step in run.rows[0])
+        out.write(run.text(0)[len(shown) :])
+        for row in range(1, len(run.rows)):
+            out.end()
+            out.write("---\n" + run.echo * run.args.echo + run.text(row))
 
 
 def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
@@ -356,8 +367,10 @@ def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
+    cli.open_streams()
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.stop = [from_argument(text) for text in args.stop]
     try:
         options = build_options(args)
         check_usage(args)

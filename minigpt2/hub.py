@@ -81,9 +81,12 @@ def find(
         CheckpointError: there is no such checkpoint, or it cannot be had now.
     """
     name = str(name_or_folder)
+    is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
+    if revision and (name == "tales" or is_folder):
+        raise CheckpointError(f"{name} has no revisions, got {revision}: only the Hub's models do")
     if name == "tales":
         return _tales()
-    if name and name not in OFFICIAL and Path(name).is_dir():
+    if is_folder:
         return Path(name)
     if name not in OFFICIAL and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise CheckpointError(f"{name}: no such folder")
@@ -128,14 +131,16 @@ def auto(local_files_only: bool = False) -> tuple[str, str]:
 def reachable(timeout: float = 1.5) -> bool:
     """Whether the Hub takes connections, known within `timeout` seconds.
 
-    huggingface_hub left to itself retries for 23 seconds. Behind a proxy only a real request could
-    tell, so the answer there is yes."""
-    if any(
-        os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
-    ):
-        return True
-    url = urlsplit(constants.ENDPOINT)
-    address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    huggingface_hub left to itself retries for 23 seconds. Behind a proxy it is the proxy that has
+    to answer.
+    """
+    names = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+    proxy = next((os.environ[name] for name in names if os.environ.get(name)), None)
+    url = urlsplit(proxy or constants.ENDPOINT)
+    try:
+        address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
+    except ValueError:  # no such port
+        return False
     answered: list[bool] = []
 
     def connect() -> None:

@@ -59,16 +59,16 @@ class GenerationOptions:
                 raise ValueError(
                     f"{name} must be a whole number of at least {lowest}, got {value!r}"
                 )
-        for name, low, high in (("temperature", 0, math.inf), ("top_p", 0, 1), ("min_p", 0, 1)):
+        for name, low, high in (("temperature", 0, 1e30), ("top_p", 0, 1), ("min_p", 0, 1)):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= high or math.isinf(value):
+            if not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
         penalty = self.repetition_penalty
         if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
             raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
         power = self.length_penalty
-        if not isinstance(power, int | float) or not math.isfinite(power):
-            raise ValueError(f"length_penalty must be a finite number, got {power!r}")
+        if not isinstance(power, int | float) or not abs(power) <= 50:
+            raise ValueError(f"length_penalty must be a number from -50 to 50, got {power!r}")
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
@@ -84,6 +84,13 @@ class GenerationOptions:
             raise ValueError(
                 f"bad_words_ids must be non-empty lists of token ids, got {self.bad_words_ids!r}"
             )
+
+        ids = (self.eos_token_id, self.pad_token_id)
+        for name, value in zip(("eos_token_id", "pad_token_id"), ids, strict=True):
+            listed = value if isinstance(value, Sequence) and name == "eos_token_id" else [value]
+            for token_id in listed:
+                if token_id is not None and (type(token_id) is not int or token_id < 0):
+                    raise ValueError(f"{name} must be a token id, got {value!r}")
 
     @property
     def samples(self) -> bool:

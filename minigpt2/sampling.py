@@ -145,9 +145,12 @@ def pick(scores: Tensor, sample: bool, generator: torch.Generator | None = None)
     """(B, V) scores -> (B,) ids: the first highest score, or a draw from their softmax.
 
     Raises:
-        ValueError: the rules forbid every token of a row.
+        ValueError: the rules forbid every token of a row, or a score is not a number.
     """
-    if torch.isneginf(scores.amax(dim=-1)).any():
+    best = scores.amax(dim=-1)
+    if best.isnan().any():
+        raise ValueError("the model's scores are not numbers: try it in float32")
+    if torch.isneginf(best).any():
         raise ValueError(
             "every token is forbidden: allow some of bad_words_ids or a larger no_repeat_ngram_size"
         )

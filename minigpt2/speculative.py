@@ -21,8 +21,9 @@ from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, apply, pick, processors
 from minigpt2.texts import Step, Texts, evaluating
 
-# ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from
-Guesser = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+# ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from; None
+# where there was no draw, so that each was certain.
+Guesser = Callable[[Tensor, int], tuple[Tensor, Tensor | None]]
 
 
 def lookup(ids: Tensor, k: int, longest: int) -> Tensor:
@@ -93,7 +94,7 @@ def speculate(
     _check(model, token_ids, options, assistant_model)
     texts = Texts(model, token_ids, options)
     rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
-    guess = _guesser(model, token_ids, options, generator, assistant_model)
+    guess = _guesser(token_ids, options, generator, assistant_model)
     lookup_only = assistant_model is None
     count = options.prompt_lookup_num_tokens if lookup_only else options.num_assistant_tokens
     made = 0
@@ -104,7 +105,8 @@ def speculate(
             for row, logits in enumerate(texts.logits_after(guesses)[0]):  # (V,)
                 scores = apply(rules, texts.ids, logits[None])
                 if row < guesses.shape[1]:
-                    token_id, kept = _judge(scores, guesses[0, row], q[row], options, generator)
+                    drawn_from = None if q is None else q[row]
+                    token_id, kept = _judge(scores, guesses[0, row], drawn_from, options, generator)
                 else:
                     token_id, kept = pick(scores, options.samples, generator), False
                 texts.append(token_id)
@@ -132,7 +134,6 @@ def _check(
 
 
 def _guesser(
-    model: GPT2,
     token_ids: Tensor,
     options: GenerationOptions,
     generator: torch.Generator | None,
@@ -140,18 +141,13 @@ def _guesser(
 ) -> Guesser:
     if assistant_model is not None:
         return ModelGuesser(assistant_model, token_ids, options, generator)
-
-    def from_text(ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        guesses = lookup(ids, k, options.max_matching_ngram_size)
-        return guesses, F.one_hot(guesses[0], model.config.vocab_size).float()  # it is sure
-
-    return from_text
+    return lambda ids, k: (lookup(ids, k, options.max_matching_ngram_size), None)
 
 
 def _judge(
     scores: Tensor,
     guess: Tensor,
-    q: Tensor,
+    q: Tensor | None,
     options: GenerationOptions,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, bool]:
@@ -160,6 +156,8 @@ def _judge(
         best = pick(scores, False)
         return best, bool(best == guess)
     p = scores.softmax(dim=-1)[0]  # (V,)
+    if q is None:
+        q = F.one_hot(guess, len(p)).float()
     chance = torch.rand(1, generator=generator, device=p.device)
     if chance * q[guess] < p[guess]:
         return guess[None], True

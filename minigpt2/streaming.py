@@ -127,8 +127,8 @@ def stream_rows(
     chosen = GenerationOptions(num_return_sequences=n, **options)
     builders = [TextBuilder(tokenizer, stop) for _ in range(n)]
     running = dict(enumerate(builders))
-    # A vocabulary rounded up for speed has ids that no text can hold.
-    unused = range(tokenizer.n_vocab, model.config.vocab_size)
+    # A model's vocabulary that was rounded up for speed has ids that no text can hold.
+    unused = tokenizer.unused_ids(model.config.vocab_size)
     rules = [*processors, lambda _, scores: forbid(scores, unused)] if unused else processors
     prompt_tensor = torch.tensor([ids], device=model.wte.weight.device)
     steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model)

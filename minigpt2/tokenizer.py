@@ -105,6 +105,12 @@ class Tokenizer:
                 f"token id {token_id} is not in the vocabulary 0..{self.n_vocab - 1}"
             ) from None
 
+    def unused_ids(self, vocab_size: int) -> list[int]:
+        """The ids below vocab_size that stand for nothing."""
+        if len(self._bytes) == self.n_vocab == vocab_size:
+            return []
+        return [token_id for token_id in range(vocab_size) if token_id not in self._bytes]
+
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text; bytes that are not UTF-8 become U+FFFD. decode(encode(text)) == text.
 

@@ -173,9 +173,14 @@ def explain(
     """
     given = tokenizer.encode(text, special) if isinstance(text, str) else text
     ids = prompt_ids(tokenizer, given)
+    window = model.config.n_positions
+    if len(ids) > window:
+        raise ValueError(f"the prompt's {len(ids)} tokens exceed n_positions {window}: shorten it")
     token_ids = torch.tensor([ids], device=model.wte.weight.device)  # (1, T)
     with _recording(model) as recorder:
         logits = model(token_ids)  # (1, T, V)
+        if not logits.isfinite().all():
+            raise ValueError("the model's scores are not numbers: try it in float32")
         model.ops = explicit  # the pass has been seen; what follows is not part of it
         lens, last = _lens(model, recorder.residual, logits)
         path = _greedy_path(model, token_ids, greedy_steps)

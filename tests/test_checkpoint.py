@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 from minigpt2 import GPT2, CheckpointError
-from minigpt2.checkpoint import MASK_BUFFER
+from minigpt2.checkpoint import MASK_BUFFER, replace_file
 
 Draw = Callable[..., torch.Tensor]
 TINY = SIZES["tiny"]
@@ -394,6 +394,23 @@ def test_saving_replaces_files_whole_and_leaves_no_scraps(tiny: GPT2, saved: Pat
     os.umask(umask)
     for path in saved.iterdir():
         assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_files_are_replaced_with_respect(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    replace_file(link, lambda path: path.write_text("new"))
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600  # what was private stays so
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(pipe, lambda path: path.write_text("through"))
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert pipe.is_fifo()
 
 
 def test_a_failed_save_keeps_the_old_file(

@@ -99,9 +99,27 @@ def test_takes_one_pass_and_leaves_the_model_as_it_was(model: GPT2) -> None:
 
 
 def test_a_failed_pass_leaves_the_model_as_it_was(model: GPT2) -> None:
-    with pytest.raises(ValueError, match="129 new tokens exceed n_positions 128"):
-        explain(model, TOKENIZER, [1] * 129)
+    def fail(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.h[0].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        explain(model, TOKENIZER, [1, 2])
+    hook.remove()
     assert model.ops is ops.fused
+
+
+def test_a_prompt_longer_than_the_window_is_refused(model: GPT2) -> None:
+    with pytest.raises(ValueError, match="prompt's 129 tokens exceed n_positions 128"):
+        explain(model, TOKENIZER, [1] * 129)
+
+
+def test_scores_that_are_no_numbers_are_refused() -> None:
+    broken = GPT2(CONFIG).eval()
+    with torch.no_grad():
+        broken.ln_f.bias.fill_(torch.inf)
+    with pytest.raises(ValueError, match="not numbers: try it in float32"):
+        explain(broken, TOKENIZER, [1, 2])
 
 
 def test_the_lens_ends_in_the_logits(model: GPT2, trace: Trace) -> None:

@@ -17,9 +17,11 @@ from parity import harsh_model
 
 from minigpt2 import GPT2, GPT2Config, Tokenizer, generate, hub
 from minigpt2.decoding import decode
+from minigpt2.tokenizer import _byte_characters
 
 TOKENIZER = Tokenizer.from_pretrained("gpt2")
 PROMPT = "Once upon a time"
+TOKENIZER_CHARACTERS = list(_byte_characters().values())  # of the 256 bytes, by id
 
 
 @pytest.fixture(scope="module")
@@ -486,3 +488,103 @@ def test_version_and_help(capfd: pytest.CaptureFixture[str]) -> None:
     out, _ = main(capfd, "--help")
     assert "hidden top_k of 50" in out
     assert "repetition penalty, temperature, top-k, top-p" in " ".join(out.split())
+
+
+def shell(folder: Path, redirections: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Run with streams closed or redirected by a shell."""
+    line = f'exec "{sys.executable}" -m minigpt2.generate "$@" {redirections}'
+    return subprocess.run(
+        ["sh", "-c", line, "sh", "-m", str(folder), "-n", "3", *arguments],
+        capture_output=True, env=environment(), timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_closed_streams(folder: Path) -> None:
+    text = shell(folder, "", "Hi", "-q").stdout
+    without_stderr = shell(folder, "2>&-", "Hi ", "-t", "1", "--json")
+    assert without_stderr.returncode == 0
+    assert json.loads(without_stderr.stdout)["prompt"] == "Hi "  # no note strays into the output
+    assert shell(folder, ">&-", "Hi").returncode == 0
+    assert shell(folder, "<&-").returncode == 0  # an empty prompt
+    assert shell(folder, "2>/dev/full", "Hi").stdout == text
+
+
+def test_a_full_disk_is_one_line(folder: Path) -> None:
+    done = shell(folder, ">/dev/full", "Hi")
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"minigpt2.generate: error: ")
+    assert b"No space" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_nothing_is_printed_before_a_failure_is_known(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, err = main(
+        capfd, "Hi", "-m", folder, "-n", "9999", "--context-overflow", "error", status=1
+    )
+    assert out == ""
+    assert "exceed n_positions 64" in err
+
+
+def test_an_interrupt_before_the_first_token(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("minigpt2.beam._search", interrupted)
+    out, _ = main(capfd, "Hi", "-m", folder, "--num-beams", "2", "--json", status=130)
+    assert json.loads(out)["finish_reason"] == "interrupted"
+
+
+def test_an_interrupt_gives_out_what_was_held_back(
+    folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = iter([13, 198, 198])
+
+    def scripted(_scores: torch.Tensor, *_rest: object) -> torch.Tensor:
+        try:
+            return torch.tensor([next(ids)])
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr("minigpt2.decoding.pick", scripted)
+    out, _ = main(capfd, "Hi", "-m", folder, "--stop", ".\n\nXYZ", "--json", status=130)
+    assert json.loads(out)["text"] == ".\n\n"
+
+
+def test_a_revision_is_the_hubs_alone(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for model in (str(folder), "tales"):
+        _, err = main(capfd, "Hi", "-m", model, "--revision", "xyz", status=1)
+        assert "has no revisions, got xyz" in err
+
+
+def test_an_argument_in_a_locale_of_bytes_is_what_it_was(folder: Path) -> None:
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run("\u00e9", "-m", folder, "-n", "1", "--json", **plain)
+    assert json.loads(done.stdout)["prompt_token_ids"] == [2634]
+
+
+def test_scores_that_are_no_numbers_are_an_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = harsh_model(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    with torch.no_grad():
+        broken.ln_f.bias.fill_(torch.inf)
+    broken.save_pretrained(tmp_path)
+    for more in ((), ("-t", "1"), ("--num-beams", "2")):
+        out, err = main(capfd, "Hi", "-m", tmp_path, *more, status=1)
+        assert out == ""
+        assert "not numbers: try it in float32" in err
+
+
+def test_a_vocabulary_with_gaps(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    harsh_model(GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=64)).save_pretrained(
+        tmp_path
+    )
+    vocab = {TOKENIZER_CHARACTERS[n]: n for n in range(256)} | {"<|endoftext|>": 50256}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab), encoding="utf-8")
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    out, _ = main(capfd, "Hi", "-m", tmp_path, "-n", "20", "--ignore-eos", "-q", "--json")
+    assert all(token_id < 256 or token_id == 50256 for token_id in json.loads(out)["token_ids"])

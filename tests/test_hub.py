@@ -289,6 +289,17 @@ def test_a_repository_without_a_model(server: type[Hub]) -> None:
         GPT2.from_pretrained("someone/tiny")
 
 
+def test_a_proxy_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    assert not hub.reachable()
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        assert hub.reachable()
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:99999")
+    assert not hub.reachable()
+
+
 def test_a_hub_that_cannot_be_reached_is_known_within_two_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
