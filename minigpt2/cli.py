@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -138,6 +139,17 @@ def wants_color(args: argparse.Namespace) -> bool:
         return bool(args.color == "always")
     plain = "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb"
     return sys.stdout.isatty() and not plain
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """While torch is imported Ctrl-C ends the process at once: as an exception it would get lost in
+    somebody's `except`."""
+    was = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, was)
 
 
 def note(args: argparse.Namespace, prog: str, message: str) -> None:

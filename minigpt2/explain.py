@@ -21,6 +21,7 @@ from minigpt2.cli import (
     Parser,
     commit_of,
     find_model,
+    importing,
     new_parser,
     note,
     pick_device,
@@ -87,11 +88,12 @@ def check_usage(args: argparse.Namespace) -> None:
 
 def load_and_trace(args: argparse.Namespace, folder: Path, text: str) -> tuple[Trace, Tokenizer]:
     """The trace, and the tokenizer that it speaks."""
-    import torch
+    with importing():
+        import torch
 
-    from minigpt2.model import GPT2
-    from minigpt2.tokenizer import Tokenizer
-    from minigpt2.trace import explain
+        from minigpt2.model import GPT2
+        from minigpt2.tokenizer import Tokenizer
+        from minigpt2.trace import explain
 
     dtype = getattr(torch, args.dtype)
     model = GPT2.from_pretrained(folder, dtype=dtype, device=pick_device(args))

@@ -21,6 +21,7 @@ from minigpt2.cli import (
     commit_of,
     find_model,
     from_argument,
+    importing,
     new_parser,
     note,
     pick_device,
@@ -199,11 +200,12 @@ class Run:
     def __init__(self, args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> None:
         name, folder = find_model(args, PROG)  # before torch, to refuse at once
 
-        import torch
+        with importing():
+            import torch
 
-        from minigpt2.model import GPT2
-        from minigpt2.streaming import prompt_ids
-        from minigpt2.tokenizer import Tokenizer
+            from minigpt2.model import GPT2
+            from minigpt2.streaming import prompt_ids
+            from minigpt2.tokenizer import Tokenizer
 
         started = time.perf_counter()
         self.args, self.options, self.name = args, options, name

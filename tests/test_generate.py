@@ -451,6 +451,21 @@ def test_ctrl_c_keeps_the_text_so_far_and_exits_130(
         assert json.loads(out)["finish_reason"] == "interrupted"
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see the import")
+def test_ctrl_c_while_torch_is_imported(folder: Path) -> None:
+    for module in ("generate", "explain"):
+        command = [sys.executable, "-m", f"minigpt2.{module}", "Hi", "-m", str(folder)]
+        running = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
+        )
+        maps = Path(f"/proc/{running.pid}/maps")
+        while "libtorch_cpu" not in maps.read_text():
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+        assert (running.returncode, out, err) == (130, b"", b"")
+
+
 def test_ctrl_c_after_three_tokens(
     folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
