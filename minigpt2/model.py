@@ -171,13 +171,14 @@ class GPT2(nn.Module):
             logits_to_keep: compute the last k positions' logits only; 0 means all.
 
         Raises:
-            ValueError: no tokens, an id outside the vocabulary, or more than n_positions tokens.
+            ValueError: no tokens, an id outside the vocabulary, more than n_positions tokens, or a
+                mask of another shape.
         """
         past = cache.length if cache is not None else 0
         self._check(token_ids, past)
         if position_ids is None:
             position_ids = torch.arange(past, past + token_ids.shape[1], device=token_ids.device)
-        mask = self._mask(token_ids.shape[1], past, attention_mask)
+        mask = self._mask(len(token_ids), token_ids.shape[1], past, attention_mask)
 
         x = self.wte(token_ids, self.ops) + self.wpe(position_ids, self.ops)  # (B, T, C)
         x = F.dropout(x, self.config.embd_pdrop, self.training)
@@ -205,9 +206,12 @@ class GPT2(nn.Module):
             if not 0 <= token_id < V:
                 raise ValueError(f"token id {token_id} is outside the vocabulary 0..{V - 1}")
 
-    def _mask(self, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
+    def _mask(self, B: int, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
         """What each new token may see, (T, S) or (B, 1, T, S); None where plain causal attention
         says it all, which is also where Hugging Face passes no mask."""
+        if attention_mask is not None and attention_mask.shape != (B, past + T):
+            have, need = tuple(attention_mask.shape), (B, past + T)
+            raise ValueError(f"attention_mask is {have}, it must be {need}: cached tokens included")
         if attention_mask is not None and attention_mask.all():
             attention_mask = None
         if attention_mask is None and (T == 1 or past == 0):

@@ -178,6 +178,13 @@ def test_a1_and_both_mask_and_positions_matter(tiny: GPT2) -> None:
     assert (tiny(ids, None, positions(mask))[0, -1] - right).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (2, 2), (2, 4), (2, 1)])
+def test_a_mask_of_another_shape_is_refused(shape: tuple[int, int], tiny: GPT2) -> None:
+    mask = torch.zeros(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"attention_mask is .*, it must be \(2, 3\)"):
+        tiny(torch.tensor([[1, 2, 3], [4, 5, 6]]), mask)
+
+
 def test_positions_of_a_left_padded_batch() -> None:
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
     assert positions(mask).tolist() == [[0, 1, 2, 3], [0, 0, 0, 1]]
