@@ -1,7 +1,8 @@
 """GPT-2 in plain PyTorch, bit-identical to Hugging Face's.
 
 The names below are imported when first used: importing torch takes a second, and `python -m
-minigpt2.generate` should answer --help, or refuse an option, without it."""
+minigpt2.generate` should answer --help, or refuse an option, without it.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 The rules are those of Hugging Face's generate (transformers 5.24), length penalty and early
 stopping included. Shapes: B prompts, K = num_beams, S tokens so far, V vocabulary, N candidates of
-a step."""
+a step.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +200,8 @@ def _can_improve(
     """(B, 1): whether the best running beam could still displace the worst finished text.
 
     Its sum only falls, but its length may grow: early_stopping="never" reckons with the longest
-    text where that helps, False with the present length (a heuristic), True likewise."""
+    text where that helps, False with the present length (a heuristic), True likewise.
+    """
     if options.early_stopping == "never" and options.length_penalty > 0:
         length = steps
     best = running[:, :1] / length**options.length_penalty

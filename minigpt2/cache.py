@@ -13,7 +13,8 @@ class KVCache:
 
     keys, values: (n_layer, B, H, max_length, D). length: how many tokens are filled, the same in
     every layer. A step calls `update` once in every layer and then `advance` once, at the end of
-    GPT2.forward."""
+    GPT2.forward.
+    """
 
     def __init__(
         self,
@@ -52,8 +53,7 @@ class KVCache:
         self.length = min(self.length, length)
 
     def select(self, rows: Tensor) -> None:
-        """Row i becomes what row rows[i] was: to reorder beams, or to copy a prompt for several
-        samples."""
+        """Row i becomes what row rows[i] was: reordered beams, or a prompt for several samples."""
         for name in ("keys", "values"):
             old: Tensor = getattr(self, name)
             same = len(rows) == old.shape[1]

@@ -74,8 +74,7 @@ def new_parser(prog: str, description: str, epilog: str) -> Parser:
 
 
 def read_prompt(args: argparse.Namespace, parser: Parser) -> str:
-    """The one prompt that was given. Exactly one final newline of a file or of standard input is
-    dropped."""
+    """The one prompt that was given; exactly one final newline of a file or of stdin is dropped."""
     given = [str(source) for source in (args.text, args.prompt, args.file) if source is not None]
     if len(given) > 1:
         parser.error("give one prompt: as an argument, with --prompt or with --file")

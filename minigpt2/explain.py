@@ -1,7 +1,8 @@
 """Watch one prompt go through: python -m minigpt2.explain "Once upon a time" --html page.html
 
 The terminal view goes to standard output, or JSON with --json; --html writes a page instead. torch
-is imported once the options are known to be good."""
+is imported once the options are known to be good.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A Trace as one page that opens from a file, with no library and no network.
 
 The template data/explain.html holds all the HTML, CSS and JavaScript; this module puts the numbers
-in. They travel as JSON in a script element that is not run, large ones as base64 of their bytes."""
+in. They travel as JSON in a script element that is not run, large ones as base64 of their bytes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A Trace for the terminal: 80 columns, with or without colour.
 
 The token comes last in every row: its characters may be two columns wide or none, and nothing to
-the right of them can be pushed out of line."""
+the right of them can be pushed out of line.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def render(
 ) -> str:
     """The whole view. about: model, revision, sha256, versions, as the command line knows them.
 
-    bar: one character of a bar; "#" where the terminal has no other."""
+    bar: one character of a bar; "#" where the terminal has no other.
+    """
     sections = {
         "Tokens": _tokens(trace),
         "Stages": _stages(trace),

@@ -1,7 +1,8 @@
 """Generate text from a shell: python -m minigpt2.generate "Once upon a time"
 
 Standard output carries the text (or JSON) and nothing else. torch is imported once the options are
-known to be good."""
+known to be good.
+"""
 
 from __future__ import annotations
 
@@ -161,8 +162,7 @@ def check_usage(args: argparse.Namespace) -> None:
 
 
 class Out:
-    """Standard output that holds back newlines at the end, so that text always closes with exactly
-    one."""
+    """Standard output that holds back newlines at the end, so that text closes with exactly one."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._stream: TextIO = sys.stdout
@@ -194,8 +194,7 @@ class Out:
 
 
 class Run:
-    """One call: the model is loaded, tokens are drawn, and what came out is kept for text, JSON and
-    statistics."""
+    """One call: a loaded model, and what it gave out, for text, JSON and statistics."""
 
     def __init__(self, args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> None:
         name, folder = find_model(args, PROG)  # before torch, to refuse at once

@@ -1,7 +1,8 @@
 """The name of a checkpoint -> the folder that holds its files, downloaded first where need be.
 
 This module imports neither torch nor, until something is to be downloaded, huggingface_hub's
-network half: a wrong name is refused, and a cached one found, within milliseconds."""
+network half: a wrong name is refused, and a cached one found, within milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -114,8 +115,7 @@ def find(
 
 
 def auto(local_files_only: bool = False) -> tuple[str, str]:
-    """The model to use where none was named, and why: gpt2 if it is here or can be had, else
-    tales."""
+    """The model where none was named, and why: gpt2 if it is here or can be had, else tales."""
     gpt2 = OFFICIAL["gpt2"]
     if any(
         not missing_files(_snapshot(repo_id, gpt2.revision)) for repo_id in (gpt2.repo_id, "gpt2")

@@ -22,8 +22,7 @@ from minigpt2.ops import Explicit, causal_mask, fused
 
 
 class Linear(nn.Module):
-    """x @ weight + bias. The weight is (in, out): GPT-2 was written with 1x1 convolutions (the c_
-    in c_attn)."""
+    """x @ weight + bias; weight is (in, out), as in the 1x1 convolutions that c_attn's c_ means."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -103,8 +102,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then MLP, each on a normalised copy whose result is added to the residual stream
-    x."""
+    """Attention, then MLP: each reads a normalised copy of the residual stream x and adds to it."""
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
@@ -240,8 +238,7 @@ class GPT2(nn.Module):
 
 
 def positions(attention_mask: Tensor) -> Tensor:
-    """(B, S) mask -> (B, S) position ids of a left-padded batch: 0, 1, ... from the first real
-    token on.
+    """(B, S) mask -> (B, S) position ids of a left-padded batch: 0, 1, ... from the first token on.
 
     Padding gets position 0; Hugging Face's generate computes the same.
     """

@@ -19,7 +19,8 @@ def causal_mask(T: int, S: int, device: torch.device) -> Tensor:
     """(T, S) booleans: new token i sits at position S - T + i and sees the keys up to there.
 
     Bottom-right anchored, as in OpenAI's code. PyTorch's is_causal=True is anchored top-left: with
-    a cache (S > T) it would hide the past."""
+    a cache (S > T) it would hide the past.
+    """
     return torch.ones(T, S, dtype=torch.bool, device=device).tril(diagonal=S - T)
 
 
@@ -49,8 +50,7 @@ class Explicit:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
     def attention_weights(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """(B, H, T, D), (B, H, S, D) -> (B, H, T, S): each row sums to one, and is zero where
-        masked."""
+        """(B, H, T, D), (B, H, S, D) -> (B, H, T, S); rows sum to 1, and are 0 where masked."""
         T, S = q.shape[-2], k.shape[-2]
         visible = causal_mask(T, S, q.device) if mask is None else mask
         scores = q @ k.transpose(-1, -2) * scale  # (B, H, T, S)
@@ -64,7 +64,8 @@ class Explicit:
         """(B, H, T, D), twice (B, H, S, D) -> (B, H, T, D).
 
         mask is True where a query may look, (T, S) or (B, 1, T, S); None means plain causal
-        attention."""
+        attention.
+        """
         weights = self.attention_weights(q, k, mask, scale)
         return F.dropout(weights, dropout_p) @ v
 
@@ -126,7 +127,8 @@ def next_token_loss(logits: Tensor, labels: Tensor, ops: Explicit = fused) -> Te
 
     logits (B, T, V), labels (B, T): the token ids themselves, -100 where a token is not to be
     scored. They are shifted here. The last position, which predicts nothing, is ignored rather than
-    cut off: that is Hugging Face's summation order, and so its bits."""
+    cut off: that is Hugging Face's summation order, and so its bits.
+    """
     targets = F.pad(labels, (0, 1), value=-100)[:, 1:]  # (B, T)
     return ops.cross_entropy(logits.float().reshape(-1, logits.shape[-1]), targets.reshape(-1))
 

@@ -2,7 +2,8 @@
 
 The order: repetition penalty, no repeated n-grams, bad words, minimum length, the caller's own;
 then, when sampling, temperature, top-k, top-p, min-p. Forbidden tokens get -inf. No function
-changes its argument."""
+changes its argument.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def repetition_penalty(
     2019, 4.1).
 
     A positive score is divided, a negative one multiplied: dividing a negative score would raise
-    it. pads: (B,) counts of left-padding tokens, which do not count as seen."""
+    it. pads: (B,) counts of left-padding tokens, which do not count as seen.
+    """
     V = scores.shape[-1]
     if pads is not None:
         padding = torch.arange(ids.shape[-1], device=ids.device) < pads[:, None]  # (B, S)

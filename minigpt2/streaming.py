@@ -21,7 +21,8 @@ class TextStep:
 
     text: what can be shown now, "" inside a character or while it may be the start of a stop
     string. The texts of all steps, joined, are the whole text. finish_reason, in the last step
-    only: eos_token, stop_sequence or length."""
+    only: eos_token, stop_sequence or length.
+    """
 
     text: str
     token_id: int

@@ -33,7 +33,8 @@ class Tokenizer:
     """Text to ids and back, without loss: every byte has a token of its own.
 
     n_vocab: one more than the highest id. end_of_text_id: the id of <|endoftext|>, or None where
-    the vocabulary has none."""
+    the vocabulary has none.
+    """
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int]) -> None:
         """ranks: every ordinary token's bytes and id, where a lower id merges first."""
@@ -71,7 +72,8 @@ class Tokenizer:
         special=False.
 
         Surrogates, which no UTF-8 text holds, are paired up where they can be and replaced by
-        U+FFFD elsewhere."""
+        U+FFFD elsewhere.
+        """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         # Special tokens are cut out first; every second part is one.
         parts = self._special_pattern.split(text) if special and self._special_tokens else [text]
@@ -127,8 +129,7 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Ids to text one at a time, holding back the bytes of an unfinished character and nothing
-    else."""
+    """Ids to text one at a time, holding back no more than the bytes of an unfinished character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

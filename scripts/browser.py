@@ -1,6 +1,7 @@
 """Headless Chromium through chromedriver's own HTTP interface (W3C WebDriver): no client library.
 
-Debian's packages are chromium and chromium-driver."""
+Debian's packages are chromium and chromium-driver.
+"""
 
 from __future__ import annotations
 

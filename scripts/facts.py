@@ -5,7 +5,8 @@
 The facts are data, in tests/facts: what five articles about GPT-2 state (s...), and values that
 public test suites, READMEs and papers recorded from the official weights (o-...). Each has a kind,
 and CHECKS holds one function for each kind. Exit status: 0 if every fact that can be checked here
-holds, 1 if not."""
+holds, 1 if not.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
     python scripts/screenshots.py                    # scripts/images/explain.png, the README's
     python scripts/screenshots.py --folder shots     # that, and whole pages: light, dark, phone
 
-It needs Debian's packages chromium and chromium-driver."""
+It needs Debian's packages chromium and chromium-driver.
+"""
 
 from __future__ import annotations
 

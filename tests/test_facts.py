@@ -2,7 +2,8 @@
 
 Facts that need no weights are checked on the official shapes without memory (device meta), or on
 random weights of GPT-2's width. Those that need official weights run by themselves wherever the
-model is in Hugging Face's cache, and are skipped, with the reason, where it is not."""
+model is in Hugging Face's cache, and are skipped, with the reason, where it is not.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A trained model from outside this project, with the activations that minGPT recorded for it.
 
 The recording lies beside some checkouts (shared/fixtures/gpt-nano-sort) and is not part of this
-repository."""
+repository.
+"""
 
 from __future__ import annotations
 

@@ -308,7 +308,8 @@ def test_a13_text_that_mentions_end_of_text(
 def test_a17_time_is_linear(unit: str) -> None:
     """100 kB of one piece in well under a second; ten times the text in about ten times the time.
 
-    The bounds are generous: a quadratic merge would take a hundred times as long, and minutes."""
+    The bounds are generous: a quadratic merge would take a hundred times as long, and minutes.
+    """
 
     def seconds(n: int) -> float:
         text, start = unit * (n // len(unit)), time.process_time()
