@@ -103,7 +103,7 @@ class Texts:
 
 
 def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> int:
-    """How many tokens can be made. The last is not fed back: a text may outgrow the window by one."""
+    """How many tokens can be made: the last is not fed back, so the window may be passed by one."""
     if token_ids.dim() != 2 or token_ids.numel() == 0:
         raise ValueError(f"token_ids must be (B, T), not empty, got {tuple(token_ids.shape)}")
     T, window = token_ids.shape[1], model.config.n_positions
