@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import Processor, apply, processors
+from minigpt2.sampling import NOT_NUMBERS, Processor, apply, processors
 from minigpt2.texts import Step, Texts, evaluating
 
 IMPOSSIBLE = (
@@ -158,7 +158,7 @@ def _candidates(
     """
     (B, K), V = running.shape, log_probs.shape[-1]
     if log_probs.isnan().any():
-        raise ValueError("the model's scores are not numbers: try it in float32")
+        raise ValueError(NOT_NUMBERS)
     total = (log_probs.view(B, K, V) + running[:, :, None]).flatten(1)  # (B, K * V)
     n = min(max(2, 1 + len(eos)) * K, K * V)
     if options.samples:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from minigpt2.options import GenerationOptions
 
+NOT_NUMBERS = "the model's scores are not numbers: try it in float32"
+
 Processor = Callable[
     [Tensor, Tensor], Tensor
 ]  # ids (B, S) of prompt and output so far, scores (B, V) -> scores
@@ -151,7 +153,7 @@ def pick(scores: Tensor, sample: bool, generator: torch.Generator | None = None)
     """
     best = scores.amax(dim=-1)
     if best.isnan().any():
-        raise ValueError("the model's scores are not numbers: try it in float32")
+        raise ValueError(NOT_NUMBERS)
     if torch.isneginf(best).any():
         raise ValueError(
             "every token is forbidden: allow some of bad_words_ids or a larger no_repeat_ngram_size"

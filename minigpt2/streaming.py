@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, forbid
+from minigpt2.texts import Step
 from minigpt2.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -135,27 +137,34 @@ def stream_rows(
     steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model)
     for step in steps:
         log_probs = step.logits.log_softmax(dim=-1)
-        rows = {}
-        for row, builder in list(running.items()):
-            token_id = int(step.token_ids[row])
-            ended = bool(step.finished[row])
-            text = "" if ended else builder.push(token_id)
-            reason = "stop_sequence" if builder.stopped else "eos_token" if ended else None
-            if reason is None and step.last:
-                reason = "length"
-            if reason in ("eos_token", "length"):
-                text += builder.flush()
-                reason = "stop_sequence" if builder.stopped else reason
-            best = log_probs[row].topk(top_logprobs)
-            alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-            rows[row] = TextStep(
-                text, token_id, float(log_probs[row, token_id]), alternatives, reason
-            )
-            if reason:
+        rows = {
+            row: _text_step(builder, step, row, log_probs[row], top_logprobs)
+            for row, builder in running.items()
+        }
+        for row, text_step in rows.items():
+            if text_step.finish_reason:
                 del running[row]
         yield rows
         if not running:
             return
+
+
+def _text_step(
+    builder: TextBuilder, step: Step, row: int, log_probs: Tensor, top_logprobs: int
+) -> TextStep:
+    """What one row's token brings out; log_probs: (V,)."""
+    token_id = int(step.token_ids[row])
+    ended = bool(step.finished[row])
+    text = "" if ended else builder.push(token_id)
+    reason = "stop_sequence" if builder.stopped else "eos_token" if ended else None
+    if reason is None and step.last:
+        reason = "length"
+    if reason in ("eos_token", "length"):
+        text += builder.flush()
+        reason = "stop_sequence" if builder.stopped else reason
+    best = log_probs.topk(top_logprobs)
+    alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TextStep(text, token_id, float(log_probs[token_id]), alternatives, reason)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:

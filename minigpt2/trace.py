@@ -21,6 +21,7 @@ from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.ops import Explicit, explicit
 from minigpt2.options import GenerationOptions
+from minigpt2.sampling import NOT_NUMBERS
 from minigpt2.streaming import prompt_ids
 from minigpt2.texts import evaluating
 from minigpt2.tokenizer import Tokenizer
@@ -180,7 +181,7 @@ def explain(
     with _recording(model) as recorder:
         logits = model(token_ids)  # (1, T, V)
         if not logits.isfinite().all():
-            raise ValueError("the model's scores are not numbers: try it in float32")
+            raise ValueError(NOT_NUMBERS)
         model.ops = explicit  # the pass has been seen; what follows is not part of it
         lens, last = _lens(model, recorder.residual, logits)
         path = _greedy_path(model, token_ids, greedy_steps)
