@@ -41,7 +41,7 @@ def from_argument(text: str) -> str:
 
 
 def new_parser(prog: str, description: str, epilog: str) -> Parser:
-    """A parser with the prompt's and the model's options."""
+    """A parser with the model's options."""
     parser = Parser(
         prog=prog,
         description=description,
@@ -50,10 +50,7 @@ def new_parser(prog: str, description: str, epilog: str) -> Parser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("text", nargs="?", metavar="PROMPT", help="the text to start from; - reads standard input")
-    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
-    add("-f", "--file", type=Path, help="read the prompt from a file")
-    plain = "take <|endoftext|> in the prompt as plain characters"
+    plain = "take <|endoftext|> in the text as plain characters"
     add("--plain-special", action="store_true", help=plain)
     add(
         "-m",
@@ -71,6 +68,14 @@ def new_parser(prog: str, description: str, epilog: str) -> Parser:
     add("-v", "--verbose", action="store_true", help="more notes, and a traceback with an error")
     add("--version", action="version", version=f"minigpt2 {__version__}")
     return parser
+
+
+def add_prompt(parser: Parser) -> None:
+    """The three ways to give a prompt."""
+    add = parser.add_argument
+    add("text", nargs="?", metavar="PROMPT", help="the text to start from; - reads standard input")
+    add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
+    add("-f", "--file", type=Path, help="read the prompt from a file")
 
 
 def read_prompt(args: argparse.Namespace, parser: Parser) -> str:

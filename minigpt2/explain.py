@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from minigpt2 import __version__, cli, hub
 from minigpt2.cli import (
     Parser,
+    add_prompt,
     commit_of,
     find_model,
     importing,
@@ -55,6 +56,7 @@ def __getattr__(name: str) -> object:
 def build_parser() -> Parser:
     """The options; the prompt's and the model's are generate's."""
     parser = new_parser(PROG, "Show what GPT-2 does with a text, number by number.", EPILOG)
+    add_prompt(parser)
     add = parser.add_argument
     add("--html", type=Path, metavar="FILE", help="write a page to play with")
     add("--json", action="store_true", help="print one JSON object instead of the terminal view")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from minigpt2 import cli, hub
 from minigpt2.cli import (
     Parser,
+    add_prompt,
     commit_of,
     find_model,
     from_argument,
@@ -49,6 +50,7 @@ reader went away. """
 
 def build_parser() -> Parser:
     parser = new_parser(PROG, "Continue a text with GPT-2.", EPILOG)
+    add_prompt(parser)
     add = parser.add_argument
     add("-n", "--max-new-tokens", type=int, default=50)
     add("--min-new-tokens", type=int, default=0, help="no end of text before so many")

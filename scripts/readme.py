@@ -36,6 +36,7 @@ ORDER = {
     "explain.py": "the command line of explain",
     "explain_text.py": "a trace in the terminal",
     "explain_html.py": "a trace as a page",
+    "evaluate.py": "log-likelihood, perplexity, multiple choice",
 }
 
 
