@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import facts
+import official
 import parity
 import pytest
 import torch
+from huggingface_hub import constants
 
-from minigpt2 import GPT2
+from minigpt2 import GPT2, GPT2Config
+from minigpt2.hub import OFFICIAL
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +90,32 @@ def test_the_twin_shares_its_tensors(tiny: GPT2) -> None:
     twin = parity.hf_twin(tiny)
     assert twin.transformer.wte.weight.data_ptr() == tiny.wte.weight.data_ptr()
     assert twin.lm_head.weight.data_ptr() == tiny.wte.weight.data_ptr()
+
+
+def test_a_file_of_the_official_size_loads_bit_for_bit(tmp_path: Path) -> None:
+    ours = parity.harsh_model(parity.SIZES["gpt2"])
+    folder = official.write(ours, tmp_path)
+    assert (folder / "model.safetensors").stat().st_size == OFFICIAL["gpt2"].n_bytes
+    loaded = GPT2.from_pretrained(folder).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in ours.state_dict().items())
+
+
+def test_one_command_checks_all_that_is_claimed_of_the_official_gpt2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a narrow model in the official layout: its bits are Hugging Face's, and every recorded
+    value that depends on the weights is found wrong."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    official.write(parity.harsh_model(GPT2Config(n_embd=48, eos_token_id=50256)), tmp_path)
+    assert parity.main(["--model", "gpt2", "--tokens", "12"]) == 1
+    table, _, checks = capsys.readouterr().out.partition("fused is bit-equal")
+    blocks = [line.split() for line in table.splitlines() if line.startswith("block")]
+    assert [block[2] for block in blocks] == ["0"] * 24  # float32 and bfloat16
+    rows = {line.split()[0]: line for line in checks.splitlines() if line.startswith(("s", "o-"))}
+    known = {fact.id: fact for fact in facts.load_facts() if fact.model in ("gpt2", None)}
+    assert known.keys() <= rows.keys()
+    for fact_id, fact in known.items():
+        if fact.kind in ("token_ids", "pieces", "decode"):
+            assert " ok " in rows[fact_id]
+        elif fact.kind in ("greedy", "beam", "logit", "logprob", "text_loss", "prob", "params"):
+            assert " FAILED " in rows[fact_id]
