@@ -13,9 +13,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from minigpt2 import __version__, hub
+
+if TYPE_CHECKING:
+    from minigpt2.model import GPT2
 
 
 class Parser(argparse.ArgumentParser):
@@ -76,6 +79,39 @@ def add_prompt(parser: Parser) -> None:
     add("text", nargs="?", metavar="PROMPT", help="the text to start from; - reads standard input")
     add("-p", "--prompt", help="the same, for a prompt that starts with a dash")
     add("-f", "--file", type=Path, help="read the prompt from a file")
+
+
+def add_fast(parser: Parser) -> None:
+    """The choice of a packed form."""
+    kinds = ("exact", "float32", "bfloat16", "float16", "int8", "int4")
+    help_text = (
+        "repack the matrices for this CPU in this form; exact keeps every bit and saves work "
+        "at the head alone"
+    )
+    parser.add_argument("--fast", choices=kinds, help=help_text)
+
+
+def check_fast(args: argparse.Namespace) -> None:
+    """What --fast goes with.
+
+    Raises:
+        ValueError: another dtype or device.
+    """
+    if args.fast and (args.dtype != "float32" or args.device not in ("auto", "cpu")):
+        raise ValueError("--fast takes neither --dtype nor --device: it packs for the CPU")
+
+
+def load_model(args: argparse.Namespace, folder: Path) -> GPT2:
+    """The checkpoint, where and in the form that was asked for."""
+    import torch
+
+    from minigpt2.model import GPT2
+
+    device = "cpu" if args.fast else pick_device(args)
+    model = GPT2.from_pretrained(folder, dtype=getattr(torch, args.dtype), device=device)
+    if args.fast:
+        model.pack(args.fast)
+    return model
 
 
 def read_prompt(args: argparse.Namespace, parser: Parser) -> str:

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minigpt2 import cli
-from minigpt2.cli import Parser, commit_of, find_model, importing, new_parser, pick_device
+from minigpt2.cli import (
+    Parser,
+    add_fast,
+    check_fast,
+    commit_of,
+    find_model,
+    importing,
+    load_model,
+    new_parser,
+    pick_device,
+)
 
 if TYPE_CHECKING:
     from minigpt2.config import GPT2Config
@@ -393,6 +403,7 @@ def read_files(args: argparse.Namespace) -> list[Any]:
 
 def build_parser() -> Parser:
     parser = new_parser(PROG, "Measure a GPT-2.", EPILOG)
+    add_fast(parser)
     add = parser.add_argument
     add("task", choices=TASKS)
     add("files", nargs="+", type=Path, metavar="FILE")
@@ -410,6 +421,7 @@ def check_usage(args: argparse.Namespace) -> None:
     Raises:
         ValueError: a number is out of range, or an option that the task does not have.
     """
+    check_fast(args)
     for name, task in (("context", "perplexity"), ("stride", "perplexity"), ("style", "hellaswag")):
         if getattr(args, name) is not None and args.task != task:
             raise ValueError(f"--{name} is an option of {task} alone")
@@ -493,19 +505,16 @@ def work(args: argparse.Namespace) -> int:
     content = read_files(args)
     name, folder = find_model(args, PROG)  # before torch, to refuse at once
     with importing():
-        import torch
-
-        from minigpt2.model import GPT2
         from minigpt2.tokenizer import Tokenizer
 
     with processes(args) as (rank, count):
-        place = {"dtype": getattr(torch, args.dtype), "device": pick_device(args)}
-        model = GPT2.from_pretrained(folder, **place)
+        model = load_model(args, folder)
         encode = functools.partial(
             Tokenizer.from_pretrained(folder).encode, special=not args.plain_special
         )
         recipe: dict[str, Any] = {"task": args.task, "files": [str(path) for path in args.files]}
         recipe |= {"model": name, "revision": commit_of(folder), "dtype": args.dtype}
+        recipe |= {"fast": args.fast}
         if args.task == "perplexity":
             set_windows(args, model.config.n_positions)
             recipe |= {"context": args.context, "stride": args.stride}

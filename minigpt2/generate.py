@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 from minigpt2 import cli, hub
 from minigpt2.cli import (
     Parser,
+    add_fast,
     add_prompt,
+    check_fast,
     commit_of,
     find_model,
     from_argument,
     importing,
+    load_model,
     new_parser,
     note,
-    pick_device,
     read_prompt,
     wants_color,
 )
@@ -51,6 +53,7 @@ reader went away. """
 def build_parser() -> Parser:
     parser = new_parser(PROG, "Continue a text with GPT-2.", EPILOG)
     add_prompt(parser)
+    add_fast(parser)
     add = parser.add_argument
     add("-n", "--max-new-tokens", type=int, default=50)
     add("--min-new-tokens", type=int, default=0, help="no end of text before so many")
@@ -85,9 +88,9 @@ def build_parser() -> Parser:
         "--prompt-lookup",
         dest="prompt_lookup_num_tokens",
         type=int,
-        default=0,
         metavar="N",
-        help="guess N tokens from the text so far and verify them at once; faster where it repeats",
+        help="guess N tokens from the text so far and verify them at once; faster where it "
+        "repeats; default: 10 with --fast and greedy decoding, else 0",
     )
     add("--assistant", metavar="MODEL", help="let a smaller model guess ahead, such as distilgpt2")
     add(
@@ -149,6 +152,7 @@ def check_usage(args: argparse.Namespace) -> None:
     Raises:
         ValueError: flags that contradict each other, or are out of range.
     """
+    check_fast(args)
     if "" in args.stop:
         raise ValueError("--stop must not be empty")
     if (args.assistant or args.prompt_lookup_num_tokens) and (
@@ -202,20 +206,16 @@ class Run:
         name, folder = find_model(args, PROG)  # before torch, to refuse at once
 
         with importing():
-            import torch
-
-            from minigpt2.model import GPT2
             from minigpt2.streaming import prompt_ids
             from minigpt2.tokenizer import Tokenizer
 
         started = time.perf_counter()
         self.args, self.options, self.name = args, options, name
-        place = {"dtype": getattr(torch, args.dtype), "device": pick_device(args)}
-        self.model: GPT2 = GPT2.from_pretrained(folder, **place)
+        self.model: GPT2 = load_model(args, folder)
         self.assistant: GPT2 | None = None
         if args.assistant:
             helper = hub.find(args.assistant, local_files_only=args.offline)
-            self.assistant = GPT2.from_pretrained(helper, **place)
+            self.assistant = load_model(args, helper)
         self.tokenizer: Tokenizer = Tokenizer.from_pretrained(folder)
         ids = self.tokenizer.encode(prompt, special=not args.plain_special)
         self.token_ids = prompt_ids(self.tokenizer, ids)
@@ -240,7 +240,7 @@ class Run:
             self.token_ids,
             len(self.rows),
             self.args.stop,
-            self.args.logprobs or 0,
+            self.args.logprobs,
             generator,
             assistant_model=self.assistant,
             **self.options,
@@ -279,6 +279,7 @@ class Run:
                 "stop": self.args.stop,
                 "dtype": self.args.dtype,
                 "device": str(self.model.wte.weight.device),
+                "fast": self.args.fast,
             },
             "usage": {"prompt_tokens": len(self.token_ids), "completion_tokens": len(steps)},
             "timing_s": {
@@ -309,7 +310,7 @@ class Run:
         parts = [
             self.name,
             str(self.model.wte.weight.device),
-            self.args.dtype,
+            f"{self.args.fast} (packed)" if self.args.fast else self.args.dtype,
             f"{len(self.token_ids)} prompt tokens",
             f"{count} tokens",
             f"{speed:.1f} tok/s",

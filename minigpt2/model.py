@@ -82,8 +82,7 @@ class CausalSelfAttention(nn.Module):
         return F.dropout(self.c_proj(merged, ops), self.resid_pdrop, self.training)
 
     def _split_heads(self, part: Tensor) -> Tensor:
-        B, T, C = part.shape
-        return part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        return part.view(*part.shape[:2], self.n_head, -1).transpose(1, 2)
 
 
 class MLP(nn.Module):
@@ -134,8 +133,7 @@ class GPT2(nn.Module):
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = LayerNorm(config)
         # A head of its own is rare: GPT-2's is wte used again (tied), and has no key in the file.
-        tied = config.tie_word_embeddings
-        self.lm_head = None if tied else Embedding(config.vocab_size, config.n_embd)
+        self.lm_head = None if config.tie_word_embeddings else Embedding(*self.wte.weight.shape)
         if not self.wte.weight.is_meta:  # the loader, which has values, builds on the meta device
             self.reset_parameters()
 
@@ -158,6 +156,7 @@ class GPT2(nn.Module):
         position_ids: Tensor | None = None,
         cache: KVCache | None = None,
         logits_to_keep: int = 0,
+        top: int = 0,
     ) -> Tensor:
         """The logits of the next token after each token: (B, T) ids -> (B, T, V).
 
@@ -167,6 +166,8 @@ class GPT2(nn.Module):
                 Face's forward. A left-padded batch needs `positions(attention_mask)`.
             cache: holds the past tokens and takes in the new ones.
             logits_to_keep: compute the last k positions' logits only; 0 means all.
+            top: only so many best logits of each position are asked for; a packed model may give
+                -inf for the others. 0 means all.
 
         Raises:
             ValueError: no tokens, an id outside the vocabulary, more than n_positions tokens, or a
@@ -187,7 +188,7 @@ class GPT2(nn.Module):
 
         x = self.ln_f(x[:, -logits_to_keep:], self.ops)  # [:, -0:] keeps all; (B, k, C)
         table = self.wte.weight if self.lm_head is None else self.lm_head.weight
-        return self.ops.unembedding(x, table)  # (B, k, V)
+        return self.ops.unembedding(x, table, top)  # (B, k, V)
 
     def _check(self, token_ids: Tensor, past: int) -> None:
         shape, n_positions, V = token_ids.shape, self.config.n_positions, self.config.vocab_size
@@ -229,6 +230,13 @@ class GPT2(nn.Module):
         from minigpt2.checkpoint import save_pretrained
 
         save_pretrained(self, folder)
+
+    def pack(self, kind: str) -> None:
+        """Repack the matrices for this CPU, once and for good: "float32", "bfloat16", "float16",
+        "int8" or "int4"; "exact" leaves them, bit for bit, and screens the head alone."""
+        from minigpt2.packed import pack
+
+        pack(self, kind)
 
     def generate(self, token_ids: Tensor, **options: Any) -> Tensor:
         """Continue (B, T) ids to (B, T + new); see decoding.generate for the options."""

@@ -30,7 +30,7 @@ class Explicit:
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         return table[ids]  # (B, T) -> (B, T, C)
 
-    def unembedding(self, x: Tensor, table: Tensor) -> Tensor:
+    def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
         return x @ table.T  # (B, T, C) -> (B, T, V)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Fused(Explicit):
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         return F.embedding(ids, table)
 
-    def unembedding(self, x: Tensor, table: Tensor) -> Tensor:
+    def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
         return F.linear(x, table)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

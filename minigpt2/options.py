@@ -33,7 +33,9 @@ class GenerationOptions:
     num_beams: int = 1  # above 1: beam search
     length_penalty: float = 1.0  # of beams: above 0 favours long texts, below 0 short ones
     early_stopping: bool | str = False  # of beams: True, False (a heuristic) or "never"
-    prompt_lookup_num_tokens: int = 0  # guess so many tokens from the text itself, verify at once
+    # Guess so many tokens from the text itself, and verify them at once; 0: none; None: 10 where a
+    # packed model decodes one text greedily, else none.
+    prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2  # of prompt lookup: how many last tokens to look for
     num_assistant_tokens: int = 5  # how many tokens an assistant model guesses at once
     eos_token_id: int | Sequence[int] | None = None  # None: the model's; (): none
@@ -55,6 +57,8 @@ class GenerationOptions:
             ("num_assistant_tokens", 1),
         ):
             value = getattr(self, name)
+            if value is None and name == "prompt_lookup_num_tokens":
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
                 raise ValueError(
                     f"{name} must be a whole number of at least {lowest}, got {value!r}"

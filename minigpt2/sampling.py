@@ -138,6 +138,15 @@ def processors(
     return [rule for active, rule in rules if active]
 
 
+def deciding(options: GenerationOptions, user: Sequence[Processor]) -> int:
+    """How many of the best scores decide what `pick` gives; 0 where any score may."""
+    o = options
+    moved = o.repetition_penalty != 1 or o.no_repeat_ngram_size or o.bad_words_ids
+    if user or moved or o.min_new_tokens:
+        return 0
+    return o.top_k if o.samples else 1
+
+
 def apply(rules: Sequence[Processor], ids: Tensor, scores: Tensor) -> Tensor:
     """The scores after all rules."""
     for rule in rules:

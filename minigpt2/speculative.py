@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import Processor, apply, pick, processors
+from minigpt2.sampling import Processor, apply, deciding, pick, processors
 from minigpt2.texts import Step, Texts, evaluating
 
 # ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from; None
@@ -82,6 +82,7 @@ def speculate(
     generator: torch.Generator | None = None,
     user_processors: Sequence[Processor] = (),
     assistant_model: GPT2 | None = None,
+    all_logits: bool = True,
 ) -> Iterator[Step]:
     """As decoding.decode for one (1, T) text, in fewer passes.
 
@@ -94,15 +95,16 @@ def speculate(
     _check(model, token_ids, options, assistant_model)
     texts = Texts(model, token_ids, options)
     rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
+    top = 0 if all_logits else deciding(options, user_processors)
     guess = _guesser(token_ids, options, generator, assistant_model)
     lookup_only = assistant_model is None
-    count = options.prompt_lookup_num_tokens if lookup_only else options.num_assistant_tokens
+    count = options.prompt_lookup_num_tokens or 0 if lookup_only else options.num_assistant_tokens
     made = 0
     with evaluating(*filter(None, (model, assistant_model))):
         while made < texts.steps:
             room = min(texts.steps - made - 1, model.config.n_positions - texts.ids.shape[1])
             guesses, q = guess(texts.ids, max(0, min(count, room)))
-            for row, logits in enumerate(texts.logits_after(guesses)[0]):  # (V,)
+            for row, logits in enumerate(texts.logits_after(guesses, top)[0]):  # (V,)
                 scores = apply(rules, texts.ids, logits[None])
                 if row < guesses.shape[1]:
                     drawn_from = None if q is None else q[row]

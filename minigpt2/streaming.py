@@ -28,7 +28,7 @@ class TextStep:
 
     text: str
     token_id: int
-    logprob: float  # natural logarithm of the model's own probability, before any rule
+    logprob: float | None  # natural log of the model's own probability; None if not asked for
     top_logprobs: tuple[tuple[int, float], ...] = ()  # the most probable ids, best first
     finish_reason: str | None = None
 
@@ -75,7 +75,7 @@ def stream(
     prompt: str | Sequence[int],
     *,
     stop: Sequence[str] = (),
-    top_logprobs: int = 0,
+    top_logprobs: int | None = 0,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
     assistant_model: GPT2 | None = None,
@@ -88,7 +88,8 @@ def stream(
             output.
         stop: strings that end the text, wherever they lie across tokens; neither they nor what
             follows is given out. The prompt does not count.
-        top_logprobs: how many alternatives to report with each token.
+        top_logprobs: how many alternatives to report with each token; None reports no
+            log-probabilities at all, which a packed model can make use of.
         generator, processors, assistant_model: as in decoding.decode.
         options: the fields of GenerationOptions, num_return_sequences excepted. With num_beams
             above 1 nothing is given out before the search has ended.
@@ -118,7 +119,7 @@ def stream_rows(
     prompt: str | Sequence[int],
     n: int,
     stop: Sequence[str] = (),
-    top_logprobs: int = 0,
+    top_logprobs: int | None = 0,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
     assistant_model: GPT2 | None = None,
@@ -134,11 +135,12 @@ def stream_rows(
     unused = tokenizer.unused_ids(model.config.vocab_size)
     rules = [*processors, lambda _, scores: forbid(scores, unused)] if unused else processors
     prompt_tensor = torch.tensor([ids], device=model.wte.weight.device)
-    steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model)
+    asked = top_logprobs is not None
+    steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model, asked)
     for step in steps:
-        log_probs = step.logits.log_softmax(dim=-1)
+        log_probs = step.logits.log_softmax(dim=-1) if asked else None
         rows = {
-            row: _text_step(builder, step, row, log_probs[row], top_logprobs)
+            row: _text_step(builder, step, row, log_probs, top_logprobs or 0)
             for row, builder in running.items()
         }
         for row, text_step in rows.items():
@@ -150,9 +152,9 @@ def stream_rows(
 
 
 def _text_step(
-    builder: TextBuilder, step: Step, row: int, log_probs: Tensor, top_logprobs: int
+    builder: TextBuilder, step: Step, row: int, log_probs: Tensor | None, top_logprobs: int
 ) -> TextStep:
-    """What one row's token brings out; log_probs: (V,)."""
+    """What one row's token brings out; log_probs: (B, V)."""
     token_id = int(step.token_ids[row])
     ended = bool(step.finished[row])
     text = "" if ended else builder.push(token_id)
@@ -162,9 +164,11 @@ def _text_step(
     if reason in ("eos_token", "length"):
         text += builder.flush()
         reason = "stop_sequence" if builder.stopped else reason
-    best = log_probs.topk(top_logprobs)
+    if log_probs is None:
+        return TextStep(text, token_id, None, (), reason)
+    best = log_probs[row].topk(top_logprobs)
     alternatives = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TextStep(text, token_id, float(log_probs[token_id]), alternatives, reason)
+    return TextStep(text, token_id, float(log_probs[row, token_id]), alternatives, reason)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:

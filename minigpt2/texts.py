@@ -64,11 +64,12 @@ class Texts:
         weight = model.wte.weight
         self._cache = KVCache(model.config, len(token_ids), room, weight.dtype, weight.device)
 
-    def next_logits(self) -> Tensor:
-        """Feed what the cache has not seen; the (B, V) float32 logits of the token that follows."""
-        return self.logits_after(self.ids[:, :0])[:, -1]
+    def next_logits(self, top: int = 0) -> Tensor:
+        """Feed what the cache has not seen; the (B, V) float32 logits of the token that follows.
+        top: as in GPT2.forward."""
+        return self.logits_after(self.ids[:, :0], top)[:, -1]
 
-    def logits_after(self, guesses: Tensor) -> Tensor:
+    def logits_after(self, guesses: Tensor, top: int = 0) -> Tensor:
         """The logits of what follows the text, and the text and one, two, ... of (B, n) guesses:
         (B, 1 + n, V). Those of the guesses that are not appended have to be trimmed."""
         window = self._model.config.n_positions
@@ -81,7 +82,7 @@ class Texts:
             mask = None if mask is None else mask[:, -window:]
         position_ids = None if mask is None else positions(mask)[:, past:]
         keep = 1 + guesses.shape[1]
-        logits: Tensor = self._model(ids[:, past:], mask, position_ids, cache, logits_to_keep=keep)
+        logits: Tensor = self._model(ids[:, past:], mask, position_ids, cache, keep, top)
         return logits.float()
 
     def append(self, token_ids: Tensor) -> None:

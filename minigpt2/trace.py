@@ -99,8 +99,8 @@ class _Recorder(Explicit):
     def embedding(self, ids: Tensor, table: Tensor) -> Tensor:
         return self._note("embedding", ids, super().embedding(ids, table), table)
 
-    def unembedding(self, x: Tensor, table: Tensor) -> Tensor:
-        return self._note("unembedding", x, super().unembedding(x, table), table)
+    def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
+        return self._note("unembedding", x, super().unembedding(x, table, top), table)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return self._note("linear", x, super().linear(x, weight, bias), weight, bias)

@@ -1,0 +1,314 @@
+"""The network repacked for speed on this machine's CPU: model.pack("int8")
+
+A CPU that continues one text reads every weight once per token, so memory is the limit: fewer
+bytes, and matrices laid out as the kernels read them, are all that helps. Each class packs one
+matrix and has Linear's call signature. The kernels are PyTorch's own, but private: each is tried on
+a small matrix first, and where it is missing or wrong, plain operations do the same.
+
+`Screen` saves the output head, a third of all bytes, from being read where only the best few scores
+matter.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minigpt2.model import GPT2, Linear
+from minigpt2.ops import Explicit, Fused, fused
+
+
+class Packed(nn.Module):
+    """x @ weight + bias: (..., in) -> (..., out) float32, whatever the weights are kept in."""
+
+    kind: str  # as GPT2.pack names it
+    n_bytes: int  # of memory held
+
+    def forward(self, x: Tensor, _ops: Explicit) -> Tensor:
+        rows = self.product(x.reshape(-1, x.shape[-1]))
+        return rows.view(*x.shape[:-1], rows.shape[-1])
+
+    def product(self, rows: Tensor) -> Tensor:
+        """(N, in) float32 -> (N, out) float32."""
+        raise NotImplementedError
+
+    def state_dict(self, *_args: object, **_kwargs: object) -> dict[str, Tensor]:  # type: ignore[override]
+        """A packed matrix has no form that a file could hold."""
+        raise ValueError("a packed model cannot be saved: save it before pack()")
+
+
+class Plain(Packed):
+    """What the others are where their kernel does not work: rounded weights, F.linear."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._weight, self._bias = weight, bias
+        self.n_bytes = weight.nbytes
+
+    def product(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self._weight, self._bias)
+
+
+class OneDNN(Packed):
+    """float32 or bfloat16, in blocks as oneDNN's kernels read them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._bias = None if bias is None else bias.to(dtype)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), 1)
+        self.n_bytes = weight.numel() * dtype.itemsize
+
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows.to(self._dtype), self._weight, self._bias, "none", [], ""
+        )
+        return product.float()
+
+
+class Float16(Packed):
+    """float16 weights times float32 activations, added up in float32 (FBGEMM)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self._weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
+        self.n_bytes = weight.numel() * 2
+
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._weight)
+        return product
+
+
+class Int8(Packed):
+    """int8 weights with a scale for each output; activations rounded to 8 bits on the way (FBGEMM).
+
+    FBGEMM takes one activation scale per call. So that a row's result does not depend on its
+    neighbours, several rows are first brought to [-1, 1] each. One row alone is rounded by FBGEMM
+    itself, on a grid that holds the zero: the two differ by rounding to 8 bits.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        q, scale = int8_rows(weight)
+        zeros = torch.zeros(len(scale), dtype=torch.long)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the age of torch.ao
+            quantised = torch._make_per_channel_quantized_tensor(q, scale.double(), zeros, 0)
+        self._weight = torch.ops.quantized.linear_prepack(quantised, bias)
+        self._bias = torch.zeros(len(q)) if bias is None else bias
+        self._sums = q.sum(dim=1) * scale  # of each output's weights
+        # Without VNNI the kernel adds pairs of products in 16 bits, which 8 bits would overrun.
+        self._reduce_range = not torch.cpu._is_vnni_supported()
+        self.n_bytes = q.nbytes + scale.nbytes
+
+    def product(self, rows: Tensor) -> Tensor:
+        if len(rows) == 1:
+            return self._dynamic(rows)
+        low, high = rows.aminmax(dim=-1, keepdim=True)
+        middle = (low + high) / 2
+        half = ((high - low) / 2).clamp(min=torch.finfo(rows.dtype).tiny)
+        unit = self._dynamic((rows - middle) / half)  # of rows from -1 to 1, bias included
+        return torch.addcmul(middle * self._sums + self._bias, unit - self._bias, half)
+
+    def _dynamic(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.quantized.linear_dynamic(rows, self._weight, self._reduce_range)
+        return product
+
+
+class Int4(Packed):
+    """4-bit weights with a scale and an offset for each group of inputs; bfloat16 activations."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        spare = -len(weight) % 64  # the kernel takes outputs by 64
+        q, scale, zero = (F.pad(part, (0, 0, 0, spare)) for part in int4_groups(weight))
+        self._n_out, self._bias = len(weight), bias
+        self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
+        self._scales = torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous().bfloat16()
+        self._group = weight.shape[1] // scale.shape[1]
+        self.n_bytes = weight.numel() // 2 + self._scales.nbytes
+
+    def product(self, rows: Tensor) -> Tensor:
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows.bfloat16(), self._weight, self._group, self._scales
+        )
+        product = product[:, : self._n_out].float()
+        return product if self._bias is None else product + self._bias
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, in) -> int8 of the same shape and a scale (out,): weight is about q * scale. A row of
+    zeros stays one."""
+    scale = weight.abs().amax(dim=1) / 127
+    scale = torch.where(scale == 0, 1, scale)
+    return (weight / scale[:, None]).round().to(torch.int8), scale
+
+
+def int4_groups(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, in) -> int32 0..15 of the same shape, scale and zero (out, in / group): weight is about
+    (q - 8) * scale + zero.
+
+    Of a group's range and some narrower ones, the one of the least squared error is taken.
+    """
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    best: tuple[Tensor, ...] = (torch.full_like(low, torch.inf), groups, low, low)
+    for share in (1.0, 0.95, 0.9, 0.85, 0.8):
+        # bfloat16, as the kernel will see them
+        scale = (share * (high - low) / 15).bfloat16().float()
+        scale = torch.where(scale == 0, 1, scale)
+        zero = (share * low + 8 * scale).bfloat16().float()
+        q = ((groups - zero) / scale + 8).round().clamp(0, 15)
+        error = ((q - 8) * scale + zero - groups).square().sum(dim=-1, keepdim=True)
+        tried = (error, q, scale, zero)
+        better = error < best[0]
+        best = tuple(torch.where(better, new, old) for new, old in zip(tried, best, strict=True))
+    _, q, scale, zero = best
+    return q.flatten(1).int(), scale.squeeze(-1), zero.squeeze(-1)
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """(out, in) float32 -> the weights that `kind` keeps, as float32."""
+    if kind == "int8":
+        q, scale = int8_rows(weight)
+        return q * scale[:, None]
+    if kind == "int4":
+        q, scale, zero = int4_groups(weight)
+        groups = q.view(*scale.shape, -1) - 8
+        return (groups * scale.unsqueeze(-1) + zero.unsqueeze(-1)).flatten(1)
+    dtype: torch.dtype = getattr(torch, kind)
+    return weight.to(dtype).float()
+
+
+PACKERS: dict[str, Callable[[Tensor, Tensor | None], Packed]] = {
+    "float32": functools.partial(OneDNN, dtype=torch.float32),
+    "bfloat16": functools.partial(OneDNN, dtype=torch.bfloat16),
+    "float16": Float16,
+    "int8": Int8,
+    "int4": Int4,
+}
+KINDS = ("exact", *PACKERS)
+
+
+@functools.cache
+def works(kind: str, n_in: int) -> bool:
+    """Whether the kernel is there, takes matrices of so many inputs, and computes what it should,
+    one row at a time and several."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(96, n_in, generator=generator)
+    rows = torch.randn(5, n_in, generator=generator)
+    expected = rows @ rounded(weight, kind).T
+    try:
+        packed = PACKERS[kind](weight, None)
+        results = packed.product(rows), torch.cat([packed.product(row[None]) for row in rows])
+    except (RuntimeError, AttributeError, NotImplementedError, IndexError):
+        return False
+    return all(bool((got - expected).norm() < 0.05 * expected.norm()) for got in results)
+
+
+def pack_matrix(weight: Tensor, bias: Tensor | None, kind: str) -> Packed:
+    """An (out, in) matrix in the form `kind`, or in plain operations where its kernel fails."""
+    weight = weight.detach().float()
+    bias = None if bias is None else bias.detach().float()
+    if kind == "int4" and weight.shape[1] % 32:
+        return Plain(weight, bias)  # too narrow for groups
+    if works(kind, weight.shape[1]):
+        return PACKERS[kind](weight, bias)
+    return Plain(rounded(weight, kind), bias)
+
+
+class Screen:
+    """The best scores of the head without reading all of it.
+
+    An int8 copy of the table gives every score within a known distance. A token whose highest
+    possible score does not reach the k-th best lowest one cannot be among the k best. Only the
+    others are computed from the table itself; where two of those that decide are closer than
+    float32 can tell apart, the whole head is computed.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self._q, self._scale = int8_rows(table)
+        kept = self._q * self._scale[:, None]
+        # For any x: |table @ x - kept @ x| <= |table - kept| |x|, and so on, row by row. A float32
+        # sum of n products is within n / 2**24 of its size, in any order (Higham 2002, 3.1).
+        self._slack = 2 * table.shape[1] * 2.0**-24
+        norms = table.norm(dim=1)
+        errors = (table - kept).norm(dim=1) + self._slack * norms
+        self._bounds = torch.stack([errors, kept.norm(dim=1)])  # (2, V)
+        self._largest = float(norms.max())
+        self.n_bytes = self._q.nbytes + self._scale.nbytes + self._bounds.nbytes
+
+    def __call__(self, x: Tensor, table: Tensor, k: int) -> Tensor | None:
+        """(N, C) -> (N, V): the k best scores of each row, and -inf for what cannot be among them;
+        None where rounding might decide."""
+        step = x.abs().amax(dim=1, keepdim=True) / 127
+        step = torch.where(step == 0, 1, step)
+        whole = (x / step).round()
+        size = torch.stack([x.norm(dim=1), (x - whole * step).norm(dim=1)], dim=1)  # (N, 2)
+        product = torch._int_mm(whole.to(torch.int8), self._q.T)
+        about = product * self._scale * step  # (N, V)
+        distance = size @ self._bounds  # (N, V)
+        floor = about - distance
+        floor = floor.amax(dim=1, keepdim=True) if k == 1 else floor.topk(k).values[:, -1:]
+        ids = (about + distance >= floor).any(dim=0).nonzero().squeeze(1)
+        scores = F.linear(x, table[ids])  # (N, candidates)
+        if len(ids) > k:
+            best = scores.topk(k + 1).values
+            gap = best[:, :-1] - best[:, 1:] if k == 1 else best[:, -2:-1] - best[:, -1:]
+            if bool((gap <= 2 * self._slack * self._largest * size[:, :1]).any()):
+                return None
+        return about.fill_(-torch.inf).index_copy_(1, ids, scores)
+
+
+class PackedOps(Fused):
+    """The head of a packed model: screened where only the best scores matter, else whole."""
+
+    def __init__(self, head: Packed | None, screen: Screen | None) -> None:
+        self.head, self.screen = head, screen
+
+    def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
+        if top and self.screen is not None:
+            screened = self.screen(x.flatten(0, -2), table, top)
+            if screened is not None:
+                return screened.view(*x.shape[:-1], -1)
+        scores: Tensor = super().unembedding(x, table) if self.head is None else self.head(x, self)
+        return scores
+
+
+def pack(model: GPT2, kind: str) -> None:
+    """Repack all matrices, one after the other, and free the originals; see GPT2.pack.
+
+    Raises:
+        ValueError: an unknown kind; a model that is packed already, trains, or is not on the CPU.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"no such packing: {kind!r}; there are {', '.join(KINDS)}")
+    if model.ops is not fused or model.training or model.wte.weight.device.type != "cpu":
+        raise ValueError(
+            "pack() takes a model in evaluation mode, on the CPU, with ops.fused, once"
+        )
+    if model.wte.weight.dtype != torch.float32:
+        raise ValueError(f"pack() takes a float32 model, this one is {model.wte.weight.dtype}")
+    model.requires_grad_(False)
+    table = (model.wte if model.lm_head is None else model.lm_head).weight.detach()
+    screen = None if kind in ("int8", "int4") else Screen(table)
+    if kind != "exact":
+        for parent in list(model.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Linear):
+                    setattr(parent, name, pack_matrix(child.weight.T, child.bias, kind))
+    model.ops = PackedOps(None if kind == "exact" else pack_matrix(table, None, kind), screen)
+
+
+def n_bytes(model: GPT2) -> int:
+    """What the model's weights hold in memory, packed or not."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    total += sum(module.n_bytes for module in model.modules() if isinstance(module, Packed))
+    if isinstance(model.ops, PackedOps):
+        total += sum(part.n_bytes for part in (model.ops.head, model.ops.screen) if part)
+    return total
