@@ -7,6 +7,7 @@ minigpt2.generate` should answer --help, or refuse an option, without it.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GPT2", "CheckpointError", "GPT2Config", "KVCache", "Tokenizer", "stream"]
 __version__ = "0.1.0"
+
+# Large tensors in large pages, which a CPU reads faster. PyTorch looks when it is imported.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOME = {
     "GPT2": "model",

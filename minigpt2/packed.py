@@ -14,22 +14,25 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from minigpt2.model import GPT2, Linear
 from minigpt2.ops import Explicit, Fused, fused
 
 
-class Packed(nn.Module):
-    """x @ weight + bias: (..., in) -> (..., out) float32, whatever the weights are kept in."""
+class Packed:
+    """x @ weight + bias: (..., in) -> (..., out) float32, whatever the weights are kept in.
 
-    kind: str  # as GPT2.pack names it
+    No nn.Module, whose calls cost more than the smallest matrices do.
+    """
+
     n_bytes: int  # of memory held
 
-    def forward(self, x: Tensor, _ops: Explicit) -> Tensor:
+    def __call__(self, x: Tensor, _ops: Explicit) -> Tensor:
         rows = self.product(x.reshape(-1, x.shape[-1]))
         return rows.view(*x.shape[:-1], rows.shape[-1])
 
@@ -37,16 +40,11 @@ class Packed(nn.Module):
         """(N, in) float32 -> (N, out) float32."""
         raise NotImplementedError
 
-    def state_dict(self, *_args: object, **_kwargs: object) -> dict[str, Tensor]:  # type: ignore[override]
-        """A packed matrix has no form that a file could hold."""
-        raise ValueError("a packed model cannot be saved: save it before pack()")
-
 
 class Plain(Packed):
     """What the others are where their kernel does not work: rounded weights, F.linear."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
         self._weight, self._bias = weight, bias
         self.n_bytes = weight.nbytes
 
@@ -58,14 +56,13 @@ class OneDNN(Packed):
     """float32 or bfloat16, in blocks as oneDNN's kernels read them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__()
         self._dtype = dtype
         self._bias = None if bias is None else bias.to(dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), 1)
         self.n_bytes = weight.numel() * dtype.itemsize
 
     def product(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
             rows.to(self._dtype), self._weight, self._bias, "none", [], ""
         )
         return product.float()
@@ -75,12 +72,11 @@ class Float16(Packed):
     """float16 weights times float32 activations, added up in float32 (FBGEMM)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
         self._weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
         self.n_bytes = weight.numel() * 2
 
     def product(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._weight)
+        product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, self._weight)
         return product
 
 
@@ -93,7 +89,6 @@ class Int8(Packed):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
         q, scale = int8_rows(weight)
         zeros = torch.zeros(len(scale), dtype=torch.long)
         with warnings.catch_warnings():
@@ -108,15 +103,19 @@ class Int8(Packed):
 
     def product(self, rows: Tensor) -> Tensor:
         if len(rows) == 1:
-            return self._dynamic(rows)
+            return self.on_one_grid(rows)
         low, high = rows.aminmax(dim=-1, keepdim=True)
         middle = (low + high) / 2
         half = ((high - low) / 2).clamp(min=torch.finfo(rows.dtype).tiny)
-        unit = self._dynamic((rows - middle) / half)  # of rows from -1 to 1, bias included
+        unit = self.on_one_grid((rows - middle) / half)  # of rows from -1 to 1, bias included
         return torch.addcmul(middle * self._sums + self._bias, unit - self._bias, half)
 
-    def _dynamic(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.quantized.linear_dynamic(rows, self._weight, self._reduce_range)
+    def on_one_grid(self, rows: Tensor) -> Tensor:
+        """The product with all rows rounded to one grid, from their least number to their
+        largest."""
+        product: Tensor = torch.ops.quantized.linear_dynamic.default(
+            rows, self._weight, self._reduce_range
+        )
         return product
 
 
@@ -124,7 +123,6 @@ class Int4(Packed):
     """4-bit weights with a scale and an offset for each group of inputs; bfloat16 activations."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__()
         spare = -len(weight) % 64  # the kernel takes outputs by 64
         q, scale, zero = (F.pad(part, (0, 0, 0, spare)) for part in int4_groups(weight))
         self._n_out, self._bias = len(weight), bias
@@ -134,7 +132,7 @@ class Int4(Packed):
         self.n_bytes = weight.numel() // 2 + self._scales.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
-        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
             rows.bfloat16(), self._weight, self._group, self._scales
         )
         product = product[:, : self._n_out].float()
@@ -232,37 +230,56 @@ class Screen:
     """
 
     def __init__(self, table: Tensor) -> None:
-        self._q, self._scale = int8_rows(table)
-        kept = self._q * self._scale[:, None]
-        # For any x: |table @ x - kept @ x| <= |table - kept| |x|, and so on, row by row. A float32
-        # sum of n products is within n / 2**24 of its size, in any order (Higham 2002, 3.1).
-        self._slack = 2 * table.shape[1] * 2.0**-24
+        q, scale = int8_rows(table)
+        kept = q * scale[:, None]
+        # Two more inputs, which nothing weighs, hold the ends of the activations' range.
+        self._kept = Int8(F.pad(kept, (0, 2)), None)
+        # For any x: |table @ x - kept @ x| <= |table - kept| |x|, row by row. A float32 sum of n
+        # products is within n / 2**24 of its size, in any order (Higham 2002, section 3.1).
         norms = table.norm(dim=1)
-        errors = (table - kept).norm(dim=1) + self._slack * norms
-        self._bounds = torch.stack([errors, kept.norm(dim=1)])  # (2, V)
-        self._largest = float(norms.max())
-        self.n_bytes = self._q.nbytes + self._scale.nbytes + self._bounds.nbytes
+        slack = 2 * table.shape[1] * 2.0**-24
+        self._errors = (table - kept).norm(dim=1) + slack * norms  # (V,)
+        self._largest, self._rounding = float(kept.norm(dim=1).max()), slack * float(norms.max())
+        self.n_bytes = self._kept.n_bytes + self._errors.nbytes
 
     def __call__(self, x: Tensor, table: Tensor, k: int) -> Tensor | None:
         """(N, C) -> (N, V): the k best scores of each row, and -inf for what cannot be among them;
         None where rounding might decide."""
+        # x in 127ths of its largest number, and what is left in 254ths of one of those: whole
+        # numbers, which the kernel takes as they are.
         step = x.abs().amax(dim=1, keepdim=True) / 127
-        step = torch.where(step == 0, 1, step)
-        whole = (x / step).round()
-        size = torch.stack([x.norm(dim=1), (x - whole * step).norm(dim=1)], dim=1)  # (N, 2)
-        product = torch._int_mm(whole.to(torch.int8), self._q.T)
-        about = product * self._scale * step  # (N, V)
-        distance = size @ self._bounds  # (N, V)
+        x = x / torch.where(step == 0, 1, step)
+        whole = x.round()
+        finer = ((x - whole) * 254).round()
+        parts = F.pad(torch.cat([whole, finer]), (0, 2))
+        parts[:, -2:] = parts.new_tensor([-128, 127])
+        coarse, fine = self._kept.on_one_grid(parts).chunk(2)  # (N, V) each
+        about = coarse.add(fine, alpha=1 / 254)
+        size, lost = (part.norm(dim=1, keepdim=True) for part in (x, x - whole - finer / 254))
+        distance = self._errors * size
         floor = about - distance
         floor = floor.amax(dim=1, keepdim=True) if k == 1 else floor.topk(k).values[:, -1:]
-        ids = (about + distance >= floor).any(dim=0).nonzero().squeeze(1)
+        highest = distance.add_(about)
+        ids = (highest >= floor - 2 * self._largest * lost).any(dim=0).nonzero().squeeze(1)
         scores = F.linear(x, table[ids])  # (N, candidates)
         if len(ids) > k:
             best = scores.topk(k + 1).values
-            gap = best[:, :-1] - best[:, 1:] if k == 1 else best[:, -2:-1] - best[:, -1:]
-            if bool((gap <= 2 * self._slack * self._largest * size[:, :1]).any()):
+            if bool((best[:, -2] - best[:, -1] <= 2 * self._rounding * size[:, 0]).any()):
                 return None
-        return about.fill_(-torch.inf).index_copy_(1, ids, scores)
+        return about.fill_(-torch.inf).index_copy_(1, ids, scores * step)
+
+
+@functools.cache
+def whole_numbers_stay(n_in: int) -> bool:
+    """Whether the int8 kernel multiplies whole numbers exactly, as Screen takes for granted."""
+    if not works("int8", n_in + 2) or not torch.cpu._is_vnni_supported():
+        return False
+    draw = torch.Generator().manual_seed(0)
+    weight, rows = (torch.randint(-127, 128, (64, n_in + 2), generator=draw) for _ in range(2))
+    weight[:, 0], weight[:, -2:] = 127, 0
+    rows[:, -2:] = torch.tensor([-128, 127])
+    products = Int8(weight.float(), None).on_one_grid(rows.float())
+    return torch.equal(products, (rows @ weight.T).float())
 
 
 class PackedOps(Fused):
@@ -270,6 +287,11 @@ class PackedOps(Fused):
 
     def __init__(self, head: Packed | None, screen: Screen | None) -> None:
         self.head, self.screen = head, screen
+
+    def activation(self, name: str, x: Tensor) -> Tensor:
+        # One kernel for the formula, unless every bit counts.
+        fast = name == "gelu_new" and self.head is not None
+        return super().activation("gelu_pytorch_tanh" if fast else name, x)
 
     def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
         if top and self.screen is not None:
@@ -296,19 +318,29 @@ def pack(model: GPT2, kind: str) -> None:
         raise ValueError(f"pack() takes a float32 model, this one is {model.wte.weight.dtype}")
     model.requires_grad_(False)
     table = (model.wte if model.lm_head is None else model.lm_head).weight.detach()
-    screen = None if kind in ("int8", "int4") else Screen(table)
-    if kind != "exact":
+    # Of half the bytes or less, the whole head is as fast to read.
+    screened = kind in ("exact", "float32") and whole_numbers_stay(table.shape[1])
+    screen = Screen(table) if screened else None
+    if kind == "exact":
+        for parameter in model.parameters():  # from the file's small pages to large ones
+            parameter.data = parameter.data.clone()
+    else:
         for parent in list(model.modules()):
-            for name, child in parent.named_children():
+            for name, child in list(parent.named_children()):
                 if isinstance(child, Linear):
+                    delattr(parent, name)
                     setattr(parent, name, pack_matrix(child.weight.T, child.bias, kind))
     model.ops = PackedOps(None if kind == "exact" else pack_matrix(table, None, kind), screen)
+    model.state_dict = _refuse_to_save  # type: ignore[method-assign]
+
+
+def _refuse_to_save(*_args: object, **_options: object) -> NoReturn:
+    raise ValueError("a packed model cannot be saved: save it before pack()")
 
 
 def n_bytes(model: GPT2) -> int:
     """What the model's weights hold in memory, packed or not."""
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    total += sum(module.n_bytes for module in model.modules() if isinstance(module, Packed))
-    if isinstance(model.ops, PackedOps):
-        total += sum(part.n_bytes for part in (model.ops.head, model.ops.screen) if part)
-    return total
+    parts = [part for module in model.modules() for part in vars(module).values()]
+    parts += vars(model.ops).values()
+    packed = sum(part.n_bytes for part in parts if isinstance(part, Packed | Screen))
+    return packed + sum(parameter.nbytes for parameter in model.parameters())
