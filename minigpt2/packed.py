@@ -235,12 +235,12 @@ class Screen:
         # Two more inputs, which nothing weighs, hold the ends of the activations' range.
         self._kept = Int8(F.pad(kept, (0, 2)), None)
         # For any x: |table @ x - kept @ x| <= |table - kept| |x|, row by row. A float32 sum of n
-        # products is within n / 2**24 of its size, in any order (Higham 2002, section 3.1).
-        norms = table.norm(dim=1)
-        slack = 2 * table.shape[1] * 2.0**-24
-        self._errors = (table - kept).norm(dim=1) + slack * norms  # (V,)
-        self._largest, self._rounding = float(kept.norm(dim=1).max()), slack * float(norms.max())
-        self.n_bytes = self._kept.n_bytes + self._errors.nbytes
+        # products is within 6 sqrt(n) / 2**24 of the product of the norms, whatever its order, but
+        # for a chance of exp(-18) (Higham and Mary 2019, theorem 2.4).
+        self._rounding = 6 * table.shape[1] ** 0.5 * 2.0**-24 * table.norm(dim=1)  # (V,)
+        self._errors = (table - kept).norm(dim=1) + self._rounding
+        self._largest = float(kept.norm(dim=1).max())
+        self.n_bytes = self._kept.n_bytes + self._errors.nbytes + self._rounding.nbytes
 
     def __call__(self, x: Tensor, table: Tensor, k: int) -> Tensor | None:
         """(N, C) -> (N, V): the k best scores of each row, and -inf for what cannot be among them;
@@ -263,8 +263,10 @@ class Screen:
         ids = (highest >= floor - 2 * self._largest * lost).any(dim=0).nonzero().squeeze(1)
         scores = F.linear(x, table[ids])  # (N, candidates)
         if len(ids) > k:
-            best = scores.topk(k + 1).values
-            if bool((best[:, -2] - best[:, -1] <= 2 * self._rounding * size[:, 0]).any()):
+            best = scores.topk(k + 1)
+            last, next_ = (best.values[:, n] for n in (-2, -1))
+            doubt = self._rounding[ids[best.indices[:, -2:]]].sum(dim=1) * size[:, 0]
+            if bool((last - next_ <= 2 * doubt).any()):  # theirs, and that of the sums here
                 return None
         return about.fill_(-torch.inf).index_copy_(1, ids, scores * step)
 

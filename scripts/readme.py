@@ -25,6 +25,7 @@ ORDER = {
     "options.py": "what a caller may ask of generation",
     "sampling.py": "scores -> a token",
     "texts.py": "texts under way: ids, mask and cache that move together",
+    "packed.py": "matrices repacked for the CPU, and a screened head",
     "decoding.py": "the loop: prefill and decode",
     "beam.py": "beam search",
     "speculative.py": "tokens guessed ahead and verified at once",
