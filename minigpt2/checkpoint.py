@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt2.config import GPT2Config
-from minigpt2.hub import CheckpointError, find, missing_files, shard_names
+from minigpt2.hub import (
+    CheckpointError,
+    diagnose,
+    find,
+    missing_files,
+    read_json,
+    shard_names,
+)
 from minigpt2.model import GPT2
 
 # Causal masks that old checkpoints store beside the weights, by exact name: c_attn.bias also ends
@@ -45,14 +53,12 @@ def load_pretrained(
             one.
     """
     folder = find(name_or_folder, revision, local_files_only)
-    if missing := missing_files(folder):
-        raise CheckpointError(f"{folder}: not a checkpoint: {', '.join(missing)} missing")
     try:
+        if missing := missing_files(folder):
+            raise CheckpointError(f"{folder}: not a checkpoint: {', '.join(missing)} missing")
         config = read_config(folder / "config.json")
         tensors = _tie(_collect(folder), config, folder)
-    except CheckpointError:
-        raise
-    except (ValueError, OSError) as error:
+    except OSError as error:
         raise CheckpointError(str(error)) from None
     # Counted before the model is built: a config that asks for a million layers is not obeyed.
     layers = len({key.split(".")[1] for key in tensors if re.match(r"h\.\d+\.", key)})
@@ -60,8 +66,13 @@ def load_pretrained(
         raise CheckpointError(
             f"{folder}: config.json says n_layer {config.n_layer}, the weights have {layers} layers"
         )
-    with torch.device("meta"):  # shapes without memory
-        model = GPT2(config)
+    try:
+        with torch.device("meta"):  # shapes without memory
+            model = GPT2(config)
+    except (RuntimeError, TypeError, OverflowError):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: a matrix of its sizes is larger than any can be"
+        ) from None
     _check_match(model.state_dict(), tensors, folder)
     converted = {key: tensor.to(device=device, dtype=dtype) for key, tensor in tensors.items()}
     model.load_state_dict(converted, assign=True)
@@ -72,16 +83,16 @@ def read_config(path: Path) -> GPT2Config:
     """The config that a config.json describes.
 
     Raises:
-        ValueError: it is no JSON object, or as in GPT2Config.from_dict; the message names the file.
-        OSError: it cannot be read.
+        CheckpointError: it is no JSON object, lacks n_head, or as in GPT2Config.from_dict.
     """
+    values = read_json(path)
+    # The one size that no weight's shape would contradict.
+    if "n_head" not in values:
+        raise CheckpointError(f"{path}: n_head is missing: download it again, or set it")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict):
-            raise ValueError(f"expected a JSON object, found {type(values).__name__}")
         return GPT2Config.from_dict(values)
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
-        raise ValueError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def save_pretrained(model: GPT2, folder: str | Path) -> None:
@@ -141,9 +152,10 @@ def _collect(folder: Path) -> dict[str, Tensor]:
                 continue
             if key in tensors:
                 raise CheckpointError(f"{file}: {key} is stored twice")
-            if not tensor.is_floating_point():
+            if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
+                kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
                 raise CheckpointError(
-                    f"{file}: {stored_key} holds {tensor.dtype}, expected floating-point weights"
+                    f"{file}: {stored_key} holds {kind}, expected floating-point weights"
                 )
             tensors[key] = tensor
     return tensors
@@ -163,29 +175,43 @@ def _read(file: Path) -> dict[str, Tensor]:
     """The tensors of one file, memory-mapped."""
     try:
         if file.suffix == ".bin":
-            # weights_only: a pickle that holds anything but tensors is refused, not run.
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            return {key: tensor for key, tensor in loaded.items() if isinstance(tensor, Tensor)}
+            return _read_pickle(file)
+        _refuse_doubles(file)
         with safe_open(file, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in list(opened.keys())}
     except Exception as error:  # the two readers raise many kinds
         reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{file}: {_diagnose(file)} ({reason})") from None
+        raise CheckpointError(f"{file}: {diagnose(file)} ({reason})") from None
 
 
-def _diagnose(file: Path) -> str:
-    """What an unreadable weights file seems to be, judged by its first bytes, and the remedy."""
+def _read_pickle(file: Path) -> dict[str, Tensor]:
+    """torch.load, which looks at no checksum, after a look at those that the file has."""
+    zipped = zipfile.is_zipfile(file)  # not in files from before PyTorch 1.6
+    if zipped:
+        with zipfile.ZipFile(file) as archive:
+            for part in archive.infolist():
+                if part.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError(f"{part.filename} is compressed, as PyTorch never writes it")
+                with archive.open(part) as opened:
+                    while part.CRC and opened.read(1 << 22):  # compares at the end
+                        pass
+    # weights_only: a pickle that holds anything but tensors is refused, not run.
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+    return {str(key): tensor for key, tensor in loaded.items() if isinstance(tensor, Tensor)}
+
+
+def _refuse_doubles(file: Path) -> None:
+    """Of several entries of one name, which the format forbids, safetensors takes the last."""
     with file.open("rb") as opened:
-        start = opened.read(64).lstrip()
-    for mark, kind in (
-        (b"version https://git-lfs", "a git-lfs pointer, not the weights: run `git lfs pull`"),
-        (b"<", "an HTML page, not weights: download the file itself"),
-        (b"PK", "a PyTorch zip or pickle: convert it to safetensors with transformers"),
-        (b"\x80", "a Python pickle: convert it to safetensors with transformers"),
-    ):
-        if start.startswith(mark) and not (file.suffix == ".bin" and mark in (b"PK", b"\x80")):
-            return kind
-    return "damaged or cut short: download it again"
+        length = int.from_bytes(opened.read(8), "little")
+        header = opened.read(min(length, 100_000_000))  # safetensors refuses longer ones
+
+    def once(pairs: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            raise ValueError("its header gives a name twice")
+
+    json.loads(header, object_pairs_hook=once)
 
 
 def _tie(tensors: dict[str, Tensor], config: GPT2Config, folder: Path) -> dict[str, Tensor]:

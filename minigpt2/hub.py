@@ -15,6 +15,7 @@ import re
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
@@ -25,7 +26,11 @@ VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, damaged or not a GPT-2 that minigpt2 implements; the message says
-    what to do."""
+    what to do, in one line that a terminal can show, whatever the file held."""
+
+    def __init__(self, message: str) -> None:
+        text = message if len(message) <= 4000 else f"{message[:3000]} ... {message[-900:]}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +87,10 @@ def find(
         CheckpointError: there is no such checkpoint, or it cannot be had now.
     """
     name = str(name_or_folder)
-    is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
+    try:
+        is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
+    except OSError as error:  # too long a name, a folder that may not be entered
+        raise CheckpointError(f"{name}: no such folder ({error.strerror})") from None
     if revision and (name == "tales" or is_folder):
         raise CheckpointError(f"{name} has no revisions, got {revision}: only the Hub's models do")
     if name == "tales":
@@ -174,14 +182,56 @@ def shard_names(index: Path) -> list[str]:
     Raises:
         CheckpointError: it is not such an index, or names something outside its own folder.
     """
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not an index of shards: {error!r}") from None
-    for name in names:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w][\w.-]*\.safetensors", name):
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(f"{index}: not an index of shards, no weight_map: download it again")
+    for name in shards.values():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", name):
             raise CheckpointError(f"{index}: {name!r} is not the name of a shard beside it")
-    return names
+    return sorted(set(shards.values()))
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's content.
+
+    Raises:
+        CheckpointError: it cannot be read, or is something else.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # UTF-8 errors are ValueErrors
+        raise CheckpointError(f"{path}: {diagnose(path)} ({error})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; errors as in `read_text`."""
+    text = read_text(path)
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {diagnose(path)} ({error})") from None
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise CheckpointError(f"{path}: expected a JSON object, found {kind}: download it again")
+    return values
+
+
+def diagnose(file: Path) -> str:
+    """What a file that makes no sense seems to be, judged by its first bytes, and the remedy."""
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64).lstrip()
+    except OSError:
+        return "it cannot be read: see to its permissions"
+    for mark, kind in (
+        (b"version https://git-lfs", "a git-lfs pointer, not the file: run `git lfs pull`"),
+        (b"<", "an HTML page, not the file: download the file itself"),
+        (b"PK", "a PyTorch zip or pickle: convert it to safetensors with transformers"),
+        (b"\x80", "a Python pickle: convert it to safetensors with transformers"),
+    ):
+        if start.startswith(mark) and not (file.suffix == ".bin" and mark in (b"PK", b"\x80")):
+            return kind
+    return "damaged or cut short: download it again"
 
 
 def sha256(path: Path) -> str:
@@ -207,7 +257,7 @@ def _snapshot(repo_id: str, revision: str) -> Path:
     """Where Hugging Face's cache keeps a revision's files, whether they are there or not."""
     repository = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
     reference = repository / "refs" / revision
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    commit = read_text(reference).strip() if reference.is_file() else revision
     return repository / "snapshots" / commit
 
 

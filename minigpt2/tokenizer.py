@@ -7,7 +7,6 @@ import codecs
 import functools
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
+
+from minigpt2.hub import CheckpointError, read_json, read_text
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_BPE = Path(__file__).parent / "data" / "vocab.bpe"
@@ -57,14 +58,18 @@ class Tokenizer:
         Everything else speaks GPT-2's vocabulary, which is in the package: no network.
 
         Raises:
-            ValueError: the vocabulary files are damaged or are not a byte-level BPE; the message
-                names the file.
+            CheckpointError: the vocabulary files are damaged, are not a byte-level BPE like
+                GPT-2's, or one of the pair is missing; the message names the file.
         """
         folder = Path(name_or_folder)
-        if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            return cls(*_read_vocab(folder / "vocab.json", folder / "merges.txt"))
+        pair = (folder / "vocab.json", folder / "merges.txt")
+        missing = [path for path in pair if not path.is_file()]
+        if not missing:
+            return cls(*_read_vocab(*pair))
         if (folder / "tokenizer.json").is_file():
             return cls(*_read_tokenizer_json(folder / "tokenizer.json"))
+        if len(missing) == 1:
+            raise CheckpointError(f"{missing[0]} is missing, without which the other says nothing")
         return _gpt2()
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -178,39 +183,57 @@ def _to_bytes(tokens: Sequence[str], ids: Iterable[int]) -> dict[bytes, int]:
 
 
 def _read_vocab(vocab_json: Path, merges_txt: Path) -> tuple[dict[bytes, int], dict[str, int]]:
-    try:
-        lines = merges_txt.read_text(encoding="utf-8").splitlines()
-    except ValueError as error:
-        raise ValueError(f"{merges_txt}: {error}") from None
+    lines = read_text(merges_txt).splitlines()
     merges = [line for line in lines if line and not line.startswith("#version")]
-    vocab = _read_json(vocab_json)
+    vocab = read_json(vocab_json)
     added = vocab_json.with_name("added_tokens.json")
     if added.is_file():
-        vocab |= _read_json(added)
+        vocab |= read_json(added)
     return _ranks_and_specials(vocab, merges, f"{vocab_json} and {merges_txt.name}")
 
 
 def _read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int]]:
-    content = _read_json(path)
+    content = read_json(path)
     try:
+        if others := _other_rules(content):
+            raise CheckpointError(
+                f"{path}: {', '.join(others)}: not implemented, only GPT-2's byte-level BPE"
+            )
         model = content["model"]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         vocab = model["vocab"] | {
             token["content"]: token["id"] for token in content.get("added_tokens", [])
         }
-    except (TypeError, KeyError) as error:
-        raise ValueError(f"{path}: not a BPE tokenizer: {error!r}") from None
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a BPE tokenizer: {error!r}") from None
     return _ranks_and_specials(vocab, merges, str(path))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    return values
+def _other_rules(content: dict[str, Any]) -> list[str]:
+    """What a tokenizer.json asks for that would give other ids."""
+    before, after = content.get("pre_tokenizer") or {}, content.get("post_processor")
+    model = content["model"]
+    as_gpt2 = {
+        "normalizer": content.get("normalizer") is None,
+        "pre_tokenizer": before.get("type") == "ByteLevel"
+        and before.get("add_prefix_space") is False
+        and before.get("use_regex", True) is True,
+        "post_processor": after is None
+        or after["type"] == "ByteLevel"
+        or [list(piece) for piece in after["single"]] == [["Sequence"]],
+        "model type": model.get("type", "BPE") == "BPE",
+    }
+    for name in (
+        "dropout",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "byte_fallback",
+        "ignore_merges",
+    ):
+        as_gpt2[name] = not model.get(name)
+    for name in ("single_word", "lstrip", "rstrip"):
+        as_gpt2[name] = not any(token.get(name) for token in content.get("added_tokens", []))
+    return [name for name, harmless in as_gpt2.items() if not harmless]
 
 
 def _ranks_and_specials(
@@ -219,22 +242,32 @@ def _ranks_and_specials(
     """Split a vocabulary file into byte-level tokens and special ones, and see that ids follow the
     merges' order, since tiktoken takes the id for the priority."""
     ids = vocab.values()
-    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
-        raise ValueError(f"{files}: token ids must be whole numbers from 0 on")
+    if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
+        raise CheckpointError(f"{files}: token ids must be whole numbers from 0 to 2**31 - 1")
     if len(set(ids)) < len(ids):
-        raise ValueError(f"{files}: two tokens have the same id")
+        raise CheckpointError(f"{files}: two tokens have the same id")
+    known = set(_byte_characters().values())
+    for merge in merges:
+        first, _, second = merge.partition(" ")
+        if first not in known or second not in known:
+            raise CheckpointError(
+                f"{files}: the merge {merge!r} does not join two earlier tokens: download it again"
+            )
+        known.add(first + second)
     merged = [merge.replace(" ", "") for merge in merges]
     tokens = [*_byte_characters().values(), *merged]
     missing = [token for token in tokens if token not in vocab]
     if missing:
-        raise ValueError(
+        raise CheckpointError(
             f"{files}: {len(missing)} tokens have no id, {missing[0]!r} first: not a byte-level BPE"
         )
     merged_ids = [vocab[token] for token in merged]
     if any(later <= earlier for earlier, later in itertools.pairwise(merged_ids)):
-        raise ValueError(
+        raise CheckpointError(
             f"{files}: token ids do not follow the order of the merges: not a GPT-2 vocabulary"
         )
-    ordinary = set(tokens)
-    special = {token: token_id for token, token_id in vocab.items() if token not in ordinary}
+    special = {token: token_id for token, token_id in vocab.items() if token not in known}
+    for token in special:
+        if not token or token != token.encode("utf-8", "replace").decode():
+            raise CheckpointError(f"{files}: {token!r} cannot be a token: no text holds it")
     return _to_bytes(tokens, [vocab[token] for token in tokens]), special

@@ -11,6 +11,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -291,6 +292,9 @@ DAMAGED = {
     "hole": header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}) + b"\0" * 12,
     "overlap": header({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}) + b"\0" * 12,
     "shared range": header({"a": entry([2], 0, 8), "b": entry([2], 0, 8)}) + b"\0" * 8,
+    "two entries of one name": struct.pack("<Q", 107)
+    + b'{"a":{"dtype":"F16","shape":[2],"data_offsets":[0,4]},'
+    b'"a":{"dtype":"BF16","shape":[2],"data_offsets":[0,4]}}' + b"\0" * 4,
     "unknown dtype": header({"a": entry([2], 0, 8, "F99")}) + b"\0" * 8,
     "not UTF-8": struct.pack("<Q", 8) + b"\xff" * 8,
     "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5481\n",
@@ -342,6 +346,127 @@ def test_a_pickle_is_read_for_tensors_only(
     assert not (tmp_path / "harmed").exists()
     (saved / "pytorch_model.bin").write_bytes(b"PK cut short")  # not to be converted, as PK else is
     refused(saved, "pytorch_model.bin: damaged or cut short")
+
+
+def save_pickle(state: object, folder: Path, **options: bool) -> Path:
+    (folder / WEIGHTS).unlink(missing_ok=True)
+    torch.save(state, folder / "pytorch_model.bin", **options)
+    return folder / "pytorch_model.bin"
+
+
+def test_pickles_of_every_age_open_here(tiny: GPT2, saved: Path) -> None:
+    save_pickle(tiny.state_dict(), saved, _use_new_zipfile_serialization=False)  # before 1.6
+    assert same(GPT2.from_pretrained(saved), tiny)
+    torch.serialization.set_crc32_options(False)  # without checksums
+    try:
+        save_pickle(tiny.state_dict(), saved)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert same(GPT2.from_pretrained(saved), tiny)
+
+
+def test_a_pickle_whose_checksums_do_not_agree_is_refused(tiny: GPT2, saved: Path) -> None:
+    path = save_pickle(tiny.state_dict(), saved)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1  # inside a matrix
+    path.write_bytes(content)
+    refused(saved, "pytorch_model.bin: damaged or cut short: download it again", "CRC-32")
+
+
+def test_a_compressed_pickle_is_refused_before_it_swells(tiny: GPT2, saved: Path) -> None:
+    path = save_pickle(tiny.state_dict(), saved)
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, part in parts.items():
+            file.writestr(name, part)
+    refused(saved, "pytorch_model.bin", "compressed")
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(199, 48).to_sparse(), torch.empty(199, 48, device="meta")]
+)
+def test_a_pickle_of_something_else_than_numbers_is_refused(
+    tensor: torch.Tensor, tiny: GPT2, saved: Path
+) -> None:
+    save_pickle(tiny.state_dict() | {"wte.weight": tensor}, saved)
+    refused(saved, "wte.weight holds torch.float32", "expected floating-point weights")
+    save_pickle({1: torch.ones(2)}, saved)
+    refused(saved, "0 layers")
+    save_pickle([1, 2], saved)
+    refused(saved, "pytorch_model.bin")
+
+
+def as_nobody(call: Callable[[], object]) -> object:
+    """Call as a user whom permissions stop; root is stopped by none."""
+    if os.getuid() != 0:
+        return call()
+    os.seteuid(65534)
+    try:
+        return call()
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", WEIGHTS, "model.safetensors.index.json", "pytorch_model.bin", ""]
+)
+def test_what_may_not_be_read_is_named(name: str, tiny: GPT2) -> None:
+    with tempfile.TemporaryDirectory() as temporary:  # which others may enter, unlike tmp_path
+        Path(temporary).chmod(0o755)
+        folder = Path(temporary, "saved")
+        tiny.save_pretrained(folder)
+        if name not in ("config.json", WEIGHTS):
+            (folder / WEIGHTS).rename(folder / (name or WEIGHTS))
+        (folder / name).chmod(0)
+        as_nobody(lambda: refused(folder, str(folder / name), "ermission"))
+
+
+def test_an_endless_name_is_no_folder() -> None:
+    refused(Path("x" * 5000), "no such folder")
+    refused(Path("./" + "x" * 300), "no such folder")
+
+
+def test_a_message_is_one_line_whatever_the_file_holds(saved: Path) -> None:
+    key = "transformer.\x1b[31m\nh.\ud7ff" + "x" * 10_000
+    message = refused(rewrite(saved, lambda t: t | {key: torch.ones(1)}), "\\x1b[31m\\nh.")
+    assert message.isprintable()
+    assert len(message) < 5000
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "n_positions", "n_embd", "n_inner"])
+@pytest.mark.parametrize("value", [4 * 10**9, 10**18, 10**30])
+def test_sizes_that_no_matrix_can_have_are_refused(name: str, value: int, saved: Path) -> None:
+    refused(reconfigure(saved, **{name: value}), "config.json")
+
+
+def test_n_head_is_never_guessed(saved: Path) -> None:
+    """Every other size is contradicted by a shape; 12 heads for 4 would give another model."""
+    config = json.loads((saved / "config.json").read_text())
+    del config["n_head"]
+    (saved / "config.json").write_text(json.dumps(config))
+    refused(saved, "config.json: n_head is missing")
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+        (b"<!DOCTYPE html>", "an HTML page"),
+        (b"", "download it again"),
+        (b'{"n_head": 4', "download it again"),
+        (b"\xff", "download it again"),
+        (b"[]", "download it again"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_damaged_json_file_is_named_with_the_remedy(
+    name: str, content: bytes, remedy: str, saved: Path
+) -> None:
+    if name != "config.json":
+        (saved / WEIGHTS).unlink()
+    (saved / name).write_bytes(content)
+    refused(saved, name, remedy)
 
 
 def test_mask_buffers_of_every_layer_are_known() -> None:

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2TokenizerFast
 
-from minigpt2 import Tokenizer
+from minigpt2 import CheckpointError, Tokenizer
 from minigpt2 import tokenizer as tokenizer_module
 from minigpt2.tokenizer import END_OF_TEXT, VOCAB_BPE, StreamDecoder
 
@@ -533,9 +533,7 @@ def test_tokenizer_json_alone(tmp_path: Path) -> None:
 def test_tokenizer_json_with_merges_as_strings(tmp_path: Path) -> None:
     """As transformers 4 saved it."""
     vocab, merges = small_vocabulary()
-    added = [{"id": 0, "content": END_OF_TEXT, "special": True}]
-    content = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocab, "merges": merges}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    write_tokenizer_json(tmp_path)
     folder = write_vocabulary(tmp_path / "files", vocab, merges)
     ours, same = Tokenizer.from_pretrained(tmp_path), Tokenizer.from_pretrained(folder)
     assert [ours.encode(text) for text in SMALL_TEXTS] == [same.encode(t) for t in SMALL_TEXTS]
@@ -547,8 +545,83 @@ def test_vocab_json_comes_before_tokenizer_json(tmp_path: Path) -> None:
     assert Tokenizer.from_pretrained(tmp_path).n_vocab == 265
 
 
+def write_tokenizer_json(folder: Path, **changes: Any) -> None:
+    """A tokenizer.json as transformers 4 wrote it, with other values under "key" or "key__key"."""
+    vocab, merges = small_vocabulary()
+    before = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    content = {
+        "added_tokens": [{"id": 0, "content": END_OF_TEXT, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": before,
+        "post_processor": before | {"add_prefix_space": True},
+        "model": {"type": "BPE", "dropout": None, "vocab": vocab, "merges": merges},
+    }
+    for name, value in changes.items():
+        node: Any = content
+        *path, last = name.split("__")
+        for key in path:
+            node = node[key]
+        node[last] = value
+    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+FLAGS = ("single_word", "lstrip", "rstrip")
+
+
+@pytest.mark.parametrize(
+    ("named", "changes"),
+    [
+        ("normalizer", {"normalizer": {"type": "Lowercase"}}),
+        ("pre_tokenizer", {"pre_tokenizer__add_prefix_space": True}),
+        ("pre_tokenizer", {"pre_tokenizer__use_regex": False}),
+        ("pre_tokenizer", {"pre_tokenizer": {"type": "Whitespace", "add_prefix_space": False}}),
+        ("pre_tokenizer", {"pre_tokenizer": None}),
+        (
+            "post_processor",
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": END_OF_TEXT}}, {"Sequence": {"id": "A"}}],
+                }
+            },
+        ),
+        ("model type", {"model__type": "WordPiece"}),
+        ("dropout", {"model__dropout": 0.1}),
+        ("continuing_subword_prefix", {"model__continuing_subword_prefix": "##"}),
+        ("end_of_word_suffix", {"model__end_of_word_suffix": "</w>"}),
+        ("byte_fallback", {"model__byte_fallback": True}),
+        ("ignore_merges", {"model__ignore_merges": True}),
+        *((f, {"added_tokens": [{"id": 0, "content": END_OF_TEXT, f: True}]}) for f in FLAGS),
+    ],
+)
+def test_a_tokenizer_json_that_asks_for_other_ids_is_refused(
+    named: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write_tokenizer_json(tmp_path)
+    assert Tokenizer.from_pretrained(tmp_path).n_vocab == 265
+    write_tokenizer_json(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: .*{named}"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "\ud800"])
+def test_a_token_that_no_text_holds_is_refused(content: str, tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path, added_tokens=[{"id": 265, "content": content}])
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* cannot be a token"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_one_of_the_pair_is_not_enough(name: str, tmp_path: Path) -> None:
+    write_vocabulary(tmp_path, *small_vocabulary())
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+        Tokenizer.from_pretrained(tmp_path)
+    write_tokenizer_json(tmp_path)  # which says it all
+    assert Tokenizer.from_pretrained(tmp_path).n_vocab == 265
+
+
 def test_a_folder_without_a_vocabulary_speaks_gpt2(tmp_path: Path) -> None:
-    (tmp_path / "vocab.json").write_text("{}", encoding="utf-8")  # merges.txt is missing
     assert Tokenizer.from_pretrained(tmp_path) is GPT2
     assert Tokenizer.from_pretrained(str(tmp_path)) is GPT2
 
@@ -580,6 +653,7 @@ SMALL_JSON = json.dumps(small_vocabulary()[0]).encode()
         (VOCAB_JSON, SMALL_JSON.replace(b": 0,", b": 0.5,")),
         (VOCAB_JSON, SMALL_JSON.replace(b": 1,", b": true,")),
         (VOCAB_JSON, SMALL_JSON.replace(b": 0,", b": -1,")),
+        (VOCAB_JSON, SMALL_JSON.replace(b": 0,", b": 2147483648,")),
         (VOCAB_JSON, SMALL_JSON.replace(b": 0,", b": 264,")),  # low's
         (VOCAB_JSON, SMALL_JSON.replace(b'"low"', b'"lov"')),
         (VOCAB_JSON, SMALL_JSON.replace(b'"A": ', b'"AA": ')),
@@ -588,6 +662,9 @@ SMALL_JSON = json.dumps(small_vocabulary()[0]).encode()
         (MERGES_TXT, b"\xff\xfe\x00"),
         (MERGES_TXT, "#version: 0.2\nh e\nĠ t\n".encode()),  # another order than the ids
         (MERGES_TXT, b"#version: 0.2\nq x\n"),
+        (MERGES_TXT, "Ġ t\nh e\nĠ the\n".encode()),  # a part that is no token yet
+        (MERGES_TXT, "Ġ t\nhe\n".encode()),
+        (MERGES_TXT, "Ġ t x\n".encode()),
         (MERGES_TXT, b"<!DOCTYPE html>\n<html></html>\n"),
         ("added_tokens.json", b"["),
         ("added_tokens.json", b"17"),
@@ -598,7 +675,7 @@ SMALL_JSON = json.dumps(small_vocabulary()[0]).encode()
 def test_damaged_files_are_refused_by_name(tmp_path: Path, file: str, content: bytes) -> None:
     write_vocabulary(tmp_path, *small_vocabulary())
     (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=r"vocab\.json and merges\.txt|" + re.escape(file)):
+    with pytest.raises(CheckpointError, match=r"vocab\.json and merges\.txt|" + re.escape(file)):
         Tokenizer.from_pretrained(tmp_path)
 
 
@@ -623,5 +700,5 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, file: str, content: b
 )
 def test_damaged_tokenizer_json_is_refused_by_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_pretrained(tmp_path)
