@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import NOT_NUMBERS, Processor, apply, processors
+from minigpt2.sampling import FORBIDDEN, NOT_NUMBERS, Processor, apply, processors
 from minigpt2.texts import Step, Texts, evaluating
 
 IMPOSSIBLE = (
@@ -160,6 +160,8 @@ def _candidates(
     if log_probs.isnan().any():
         raise ValueError(NOT_NUMBERS)
     total = (log_probs.view(B, K, V) + running[:, :, None]).flatten(1)  # (B, K * V)
+    if torch.isneginf(total.amax(dim=-1)).any():
+        raise ValueError(FORBIDDEN)
     n = min(max(2, 1 + len(eos)) * K, K * V)
     if options.samples:
         index = torch.multinomial(total.softmax(dim=-1), n, generator=generator)
@@ -184,7 +186,7 @@ def _ended(
     ended = ends.clone()
     ended[:, options.num_beams :] = False  # the other candidates only stand by
     closed = finished.ended.all(dim=-1, keepdim=True) & (options.early_stopping is True)
-    final = scores / length**options.length_penalty
+    final = scores / length ** float(options.length_penalty)
     final = final + closed * IMPOSSIBLE + ~hopeful * IMPOSSIBLE + ~ended * IMPOSSIBLE
     width = finished.ids.shape[-1]
     filler = (
@@ -204,7 +206,7 @@ def _can_improve(
     """
     if options.early_stopping == "never" and options.length_penalty > 0:
         length = steps
-    best = running[:, :1] / length**options.length_penalty
+    best = running[:, :1] / length ** float(options.length_penalty)
     worst = finished.scores.amin(dim=1, keepdim=True).where(finished.ended, IMPOSSIBLE)  # (B, K)
     improves: Tensor = (best > worst).any(dim=-1, keepdim=True)
     return improves

@@ -170,11 +170,11 @@ class GPT2(nn.Module):
                 -inf for the others. 0 means all.
 
         Raises:
-            ValueError: no tokens, an id outside the vocabulary, more than n_positions tokens, or a
-                mask of another shape.
+            ValueError: no tokens, an id outside the vocabulary, a position outside the window, more
+                than n_positions tokens, or a mask of another shape.
         """
         past = cache.length if cache is not None else 0
-        self._check(token_ids, past)
+        self._check(token_ids, position_ids, past)
         if position_ids is None:
             position_ids = torch.arange(past, past + token_ids.shape[1], device=token_ids.device)
         mask = self._mask(len(token_ids), token_ids.shape[1], past, attention_mask)
@@ -190,20 +190,22 @@ class GPT2(nn.Module):
         table = self.wte.weight if self.lm_head is None else self.lm_head.weight
         return self.ops.unembedding(x, table, top)  # (B, k, V)
 
-    def _check(self, token_ids: Tensor, past: int) -> None:
+    def _check(self, token_ids: Tensor, position_ids: Tensor | None, past: int) -> None:
         shape, n_positions, V = token_ids.shape, self.config.n_positions, self.config.vocab_size
         if token_ids.dim() != 2 or token_ids.numel() == 0:
             raise ValueError(f"token_ids must be (B, T), not empty, got {tuple(shape)}")
         if past + shape[1] > n_positions:
             total = f"{past} cached + {shape[1]} new tokens"
-            raise ValueError(
-                f"{total} exceed n_positions {n_positions}: feed the last of them alone"
-            )
+            raise ValueError(f"{total} exceed n_positions {n_positions}: feed the last ones alone")
         if torch.compiler.is_compiling():
             return  # what follows reads values, which a compiled graph cannot
-        for token_id in token_ids.aminmax():
-            if not 0 <= token_id < V:
-                raise ValueError(f"token id {token_id} is outside the vocabulary 0..{V - 1}")
+        limits = [("token id", token_ids, "the vocabulary", V)]
+        if position_ids is not None:
+            limits.append(("position", position_ids, "the window", n_positions))
+        for what, values, where, n in limits:
+            for value in values.aminmax():
+                if not 0 <= value < n:
+                    raise ValueError(f"{what} {value} is outside {where} 0..{n - 1}")
 
     def _mask(self, B: int, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
         """What each new token may see, (T, S) or (B, 1, T, S); None where plain causal attention

@@ -4,7 +4,6 @@ one place."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 
@@ -63,17 +62,21 @@ class GenerationOptions:
                 raise ValueError(
                     f"{name} must be a whole number of at least {lowest}, got {value!r}"
                 )
-        for name, low, high in (("temperature", 0, 1e30), ("top_p", 0, 1), ("min_p", 0, 1)):
+        for name, low, high in (
+            ("temperature", 0, 1e30),
+            ("top_p", 0, 1),
+            ("min_p", 0, 1),
+            ("repetition_penalty", 1e-30, 1e30),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not low <= value <= high:
                 raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
-        penalty = self.repetition_penalty
-        if not isinstance(penalty, int | float) or not 0 < penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be a number above 0, got {penalty!r}")
         power = self.length_penalty
         if not isinstance(power, int | float) or not abs(power) <= 50:
             raise ValueError(f"length_penalty must be a number from -50 to 50, got {power!r}")
-        if self.early_stopping not in (True, False, "never"):
+        if not isinstance(self.do_sample, bool):
+            raise ValueError(f"do_sample must be True or False, got {self.do_sample!r}")
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
             )
@@ -84,19 +87,24 @@ class GenerationOptions:
             raise ValueError(
                 f"context_overflow must be stop, slide or error, got {self.context_overflow!r}"
             )
-        if any(not word or any(token_id < 0 for token_id in word) for word in self.bad_words_ids):
-            raise ValueError(
-                f"bad_words_ids must be non-empty lists of token ids, got {self.bad_words_ids!r}"
-            )
-
-        ids = (self.eos_token_id, self.pad_token_id)
-        for name, value in zip(("eos_token_id", "pad_token_id"), ids, strict=True):
-            listed = value if isinstance(value, Sequence) and name == "eos_token_id" else [value]
-            for token_id in listed:
-                if token_id is not None and (type(token_id) is not int or token_id < 0):
-                    raise ValueError(f"{name} must be a token id, got {value!r}")
+        words, eos, pad = self.bad_words_ids, self.eos_token_id, self.pad_token_id
+        listed = isinstance(words, list | tuple)
+        if not listed or not all(word and _are_ids(word) for word in words):
+            raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {words!r}")
+        if eos is not None and not _is_id(eos) and not _are_ids(eos):
+            raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
+        if pad is not None and not _is_id(pad):
+            raise ValueError(f"pad_token_id must be a token id, got {pad!r}")
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn; at temperature 0 the highest score is always taken."""
         return self.do_sample and self.temperature > 0
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(_is_id, value))

@@ -16,6 +16,7 @@ from torch import Tensor
 from minigpt2.options import GenerationOptions
 
 NOT_NUMBERS = "the model's scores are not numbers: try it in float32"
+FORBIDDEN = "every token is forbidden: allow some of bad_words_ids or a larger no_repeat_ngram_size"
 
 Processor = Callable[
     [Tensor, Tensor], Tensor
@@ -161,12 +162,10 @@ def pick(scores: Tensor, sample: bool, generator: torch.Generator | None = None)
         ValueError: the rules forbid every token of a row, or a score is not a number.
     """
     best = scores.amax(dim=-1)
-    if best.isnan().any():
+    if not (best < math.inf).all():  # infinite or not a number
         raise ValueError(NOT_NUMBERS)
     if torch.isneginf(best).any():
-        raise ValueError(
-            "every token is forbidden: allow some of bad_words_ids or a larger no_repeat_ngram_size"
-        )
+        raise ValueError(FORBIDDEN)
     if not sample:
         return scores.argmax(dim=-1)
     # One draw for the whole batch, finished rows included: the order in which Hugging Face uses up

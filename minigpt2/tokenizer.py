@@ -183,8 +183,8 @@ def _to_bytes(tokens: Sequence[str], ids: Iterable[int]) -> dict[bytes, int]:
 
 
 def _read_vocab(vocab_json: Path, merges_txt: Path) -> tuple[dict[bytes, int], dict[str, int]]:
-    lines = read_text(merges_txt).splitlines()
-    merges = [line for line in lines if line and not line.startswith("#version")]
+    lines = read_text(merges_txt).rstrip("\r\n").splitlines()
+    merges = [line for line in lines if not line.startswith("#version")]
     vocab = read_json(vocab_json)
     added = vocab_json.with_name("added_tokens.json")
     if added.is_file():

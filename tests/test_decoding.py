@@ -323,6 +323,61 @@ def test_early_stopping_settings_differ_as_documented() -> None:
     assert lengths["never"][0] > 2
 
 
+def test_never_stopping_early_reckons_with_the_present_length_where_long_texts_lose() -> None:
+    # Below 0 a penalty makes a text worse with every token. [1, 3] of sum -1.02 may still beat
+    # [2, 5], whose score is -1.93 * 2; reckoned with the 6 tokens it might grow to, it could not.
+    table = {
+        PROMPT: row(t1=0.4, t2=0.29, t5=0.3),
+        (*PROMPT, 1): row(t3=0.9),
+        (*PROMPT, 2): row(t4=0.4, t5=0.5),
+        (*PROMPT, 1, 3): row(t5=0.999),
+    }
+    options = GenerationOptions(
+        max_new_tokens=6,
+        num_beams=2,
+        num_return_sequences=2,
+        eos_token_id=5,
+        length_penalty=-1.0,
+        early_stopping="never",
+    )
+    prompt = torch.zeros(1, 10, dtype=torch.long)
+    sequences, scores = beam_search(Scripted(table), prompt, options)  # type: ignore[arg-type]
+    assert sequences[:, 10:].tolist() == [[5, 5, 5], [1, 3, 5]]
+    expected = [math.log(0.3), 3 * math.log(0.4 * 0.9 * 0.999)]
+    assert scores.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("power", [50, -50, 3])
+def test_a_whole_length_penalty_is_as_good_as_any(power: int, tiny: GPT2) -> None:
+    ids = torch.tensor([[1, 2]])  # 30**50 is more than 64 bits hold
+    whole, real = (
+        tiny.generate(ids, num_beams=2, max_new_tokens=30, length_penalty=p)
+        for p in (power, float(power))
+    )
+    assert torch.equal(whole, real)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_beams_with_nothing_left_to_pick_are_an_error(do_sample: bool, tiny: GPT2) -> None:
+    everything = [[token_id] for token_id in range(199)]
+    with pytest.raises(ValueError, match="every token is forbidden"):
+        tiny.generate(
+            torch.tensor([[1, 2]]), num_beams=2, bad_words_ids=everything, do_sample=do_sample
+        )
+
+
+def test_the_logits_of_beams_are_those_of_the_text_without_its_padding(
+    tiny: GPT2, random_ids: Draw
+) -> None:
+    ids, options = random_ids(1, 5), GenerationOptions(max_new_tokens=4, num_beams=3)
+    padded = torch.cat([random_ids(1, 3, seed=1), ids], dim=1)
+    mask = torch.tensor([[0] * 3 + [1] * 5])
+    alone, beside = decode(tiny, ids, options), decode(tiny, padded, options, mask)
+    for right, step in zip(alone, beside, strict=True):
+        assert torch.equal(step.token_ids, right.token_ids)
+        torch.testing.assert_close(step.logits, right.logits, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [

@@ -249,6 +249,13 @@ def test_a38_bad_ids_are_refused_with_the_numbers(
         model(ids)
 
 
+@pytest.mark.parametrize("position", [64, -1, 10**6])
+@pytest.mark.parametrize("ops", [explicit, fused], ids=["explicit", "fused"])
+def test_positions_outside_the_window_are_refused(position: int, ops: Explicit) -> None:
+    with pytest.raises(ValueError, match=rf"position {position} is outside the window 0\.\.63"):
+        GPT2(TINY, ops)(torch.tensor([[1, 2]]), position_ids=torch.tensor([[0, position]]))
+
+
 def test_a_full_cache_is_refused_with_the_numbers(tiny: GPT2) -> None:
     cache = KVCache(TINY, 1, 3)
     tiny(torch.tensor([[1, 2, 3]]), cache=cache)

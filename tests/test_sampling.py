@@ -223,6 +223,13 @@ def test_pick_takes_the_first_of_equals_and_draws_by_probability() -> None:
 
 
 @pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_scores_without_a_highest_number_are_an_error(score: float, sample: bool) -> None:
+    with pytest.raises(ValueError, match="not numbers: try it in float32"):
+        sampling.pick(torch.tensor([[0.0, 1.0], [score, 0.0]]), sample)
+
+
+@pytest.mark.parametrize("sample", [True, False])
 def test_nothing_left_to_pick_is_an_error(sample: bool) -> None:
     scores = torch.tensor([[0.0, 1.0], [-math.inf, -math.inf]])
     with pytest.raises(ValueError, match="every token is forbidden"):

@@ -665,6 +665,7 @@ SMALL_JSON = json.dumps(small_vocabulary()[0]).encode()
         (MERGES_TXT, "Ġ t\nh e\nĠ the\n".encode()),  # a part that is no token yet
         (MERGES_TXT, "Ġ t\nhe\n".encode()),
         (MERGES_TXT, "Ġ t x\n".encode()),
+        (MERGES_TXT, "Ġ t\n\nh e\n".encode()),
         (MERGES_TXT, b"<!DOCTYPE html>\n<html></html>\n"),
         ("added_tokens.json", b"["),
         ("added_tokens.json", b"17"),
