@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -109,10 +109,15 @@ def save_pretrained(model: GPT2, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {_saved_name(key): tensor.contiguous() for key, tensor in model.state_dict().items()}
     config = model.config.to_dict() | {"dtype": str(model.wte.weight.dtype).removeprefix("torch.")}
-    replace_file(
-        folder / "model.safetensors",
-        lambda path: save_file(tensors, path, metadata={"format": "pt"}),
-    )
+    weights = folder / "model.safetensors"
+
+    def write(path: Path) -> None:
+        try:
+            save_file(tensors, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # disk full, no permission
+            raise OSError(f"{weights}: {error}") from None
+
+    replace_file(weights, write)
     text = json.dumps(config, indent=2) + "\n"
     replace_file(folder / "config.json", lambda path: path.write_text(text, encoding="utf-8"))
 

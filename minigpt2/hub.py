@@ -88,9 +88,13 @@ def find(
     """
     name = str(name_or_folder)
     try:
-        is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
-    except OSError as error:  # too long a name, a folder that may not be entered
-        raise CheckpointError(f"{name}: no such folder ({error.strerror})") from None
+        return _find(name, revision, local_files_only)
+    except OSError as error:  # too long a name, a cache that may not be entered
+        raise CheckpointError(f"{name[:99]}: no such folder, or none to enter ({error})") from None
+
+
+def _find(name: str, revision: str | None, local_files_only: bool) -> Path:
+    is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
     if revision and (name == "tales" or is_folder):
         raise CheckpointError(f"{name} has no revisions, got {revision}: only the Hub's models do")
     if name == "tales":
@@ -283,8 +287,11 @@ def _download(name: str, repo_id: str, revision: str) -> Path:
         ) from None
     except errors.RemoteEntryNotFoundError as error:
         raise CheckpointError(f"{name} is not a checkpoint: {_one_line(error)}") from None
-    except OSError as error:  # connection lost, disk full, no permission
-        raise CheckpointError(f"{name} could not be downloaded: {_one_line(error)}") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # disk full, no permission; the HTTP client's own, let through
+        reason = _one_line(error.__cause__ or error)
+        raise CheckpointError(f"{name} could not be downloaded: {reason}: try again") from None
     official = OFFICIAL.get(name)
     if official and official.revision == revision:
         _verify(weights, official)
@@ -297,7 +304,7 @@ def _get(repo_id: str, revision: str, file: str) -> Path:
     return Path(hf_hub_download(repo_id, file, revision=revision, etag_timeout=5))
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 

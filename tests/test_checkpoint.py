@@ -423,8 +423,16 @@ def test_what_may_not_be_read_is_named(name: str, tiny: GPT2) -> None:
 
 
 def test_an_endless_name_is_no_folder() -> None:
-    refused(Path("x" * 5000), "no such folder")
+    refused(Path("x" * 5000), "xxx: no such folder")
     refused(Path("./" + "x" * 300), "no such folder")
+
+
+def test_a_cache_that_may_not_be_entered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "models--someone--tiny").mkdir(mode=0)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", folder)
+        Path(folder).chmod(0o755)
+        as_nobody(lambda: refused(Path("someone/tiny"), "none to enter", folder))
 
 
 def test_a_message_is_one_line_whatever_the_file_holds(saved: Path) -> None:

@@ -4,21 +4,19 @@ fail."""
 from __future__ import annotations
 
 import hashlib
-import http.server
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
+from fakehub import Hub, serving
 from huggingface_hub import constants
 
 from minigpt2 import GPT2, CheckpointError, hub
@@ -132,45 +130,6 @@ def test_tales_is_found_where_a_wheel_puts_it(tmp_path: Path) -> None:
     assert '"weights/tales" = "minigpt2/weights/tales"' in pyproject
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub as a download needs."""
-
-    files: ClassVar[dict[str, bytes]] = {}
-    commit = "c" * 40
-    requests: ClassVar[list[str]] = []
-    mood = "well"
-
-    def answer(self) -> None:
-        self.requests.append(f"{self.command} {self.path}")
-        if "/resolve/" not in self.path:  # the client's own inquiries
-            self.send_error(404)
-            return
-        _, owner, name, _, _revision, file = self.path.split("/")
-        status = 401 if self.mood == "401" else 200
-        code = None
-        if f"{owner}/{name}" != "someone/tiny" and not owner.startswith("openai"):
-            status, code = 404, "RepoNotFound"
-        elif status == 200 and file not in self.files:
-            status, code = 404, "EntryNotFound"
-        body = self.files.get(file, b"") if status == 200 else b""
-        self.send_response(status)
-        if code:
-            self.send_header("X-Error-Code", code)
-        if self.mood == "401":
-            self.send_header("X-Error-Code", "GatedRepo")
-        self.send_header("X-Repo-Commit", self.commit)
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    do_GET = do_HEAD = answer  # noqa: N815 (http.server's names)
-
-    def log_message(self, *_args: object) -> None:
-        """Say nothing."""
-
-
 @pytest.fixture
 def server(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
     """A Hub on 127.0.0.1 that has someone/tiny and the official names, all the tiny model."""
@@ -183,20 +142,13 @@ def server(tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         "ALL_PROXY",
     ):
         monkeypatch.delenv(name, raising=False)
-    Hub.files = {path.name: path.read_bytes() for path in saved.iterdir()}
-    Hub.requests, Hub.mood, Hub.commit = [], "well", "c" * 40
-    running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = threading.Thread(target=running.serve_forever, daemon=True)
-    thread.start()
-    endpoint = f"http://127.0.0.1:{running.server_port}"
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    yield Hub
-    running.shutdown()
-    running.server_close()
+    with serving({path.name: path.read_bytes() for path in saved.iterdir()}) as endpoint:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield Hub
 
 
 def test_download_then_no_more_connections(server: type[Hub], tiny: GPT2) -> None:
