@@ -283,6 +283,22 @@ def test_prompt_lookup_is_the_default_of_packed_greedy_decoding(
     assert used == [10]
 
 
+@pytest.mark.parametrize("kind", PACKERS)
+def test_a30_every_matrix_is_packed(kind: str, tales: GPT2) -> None:
+    model = pack(kind)
+    names = {name for name, p in tales.named_parameters() if p.dim() == 2}
+    left = {name for name, p in model.named_parameters() if p.dim() == 2}
+    assert left == {"wte.weight", "wpe.weight"}  # tables that are looked up, not multiplied with
+    matrices = [
+        part
+        for module in model.modules()
+        for part in vars(module).values()
+        if isinstance(part, packed.Packed)
+    ]
+    assert len(matrices) == len(names - left) == 24
+    assert isinstance(model.ops.head, packed.Packed)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_originals_are_freed_and_memory_is_what_is_said(kind: str, tales: GPT2) -> None:
     model = GPT2.from_pretrained("tales")
