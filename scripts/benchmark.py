@@ -36,7 +36,8 @@ from minigpt2.packed import KINDS
 ROOT = Path(__file__).parents[1]
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 32}
 BYTES |= {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
-MAIN = [name for name in PEERS if "lookup" not in name]
+MAIN = list(PEERS)
+LOOKUP = ", prompt lookup"  # behind a name: the same process guesses ahead
 QUICK = ["minigpt2, bit-identical", "minigpt2, float32", "minigpt2, int8", "transformers, float32"]
 
 
@@ -67,9 +68,10 @@ class Process:
         )
         self.load = self._answer()["load"]
 
-    def run(self, prompts: list[list[int]], new: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], new: int, guesses: bool) -> dict[str, Any]:
         assert self._process.stdin is not None
-        print(json.dumps({"prompts": prompts, "new": new}), file=self._process.stdin, flush=True)
+        task = {"prompts": prompts, "new": new, "guesses": [10] if guesses else []}
+        print(json.dumps(task), file=self._process.stdin, flush=True)
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
@@ -119,15 +121,14 @@ def measure(case: Case, programs: dict[str, Any], rounds: int) -> dict[str, dict
     results: dict[str, Any] = {}
     for n in range(-1, rounds):  # the first round warms up
         for name in case.names:
-            program = programs[name]
+            program = programs[name.removesuffix(LOOKUP)]
             if isinstance(program, str) or isinstance(results.get(name), str):
                 results.setdefault(name, program)
                 continue
             try:
-                results[name] = program.run(prompts, case.new)
+                results[name] = program.run(prompts, case.new, name.endswith(LOOKUP))
             except RuntimeError as error:
-                results[name] = f"not run: {error}"
-                programs[name] = results[name]
+                results[name] = programs[name.removesuffix(LOOKUP)] = f"not run: {error}"
                 continue
             if n >= 0:
                 seconds[name].append(results[name]["seconds"])
@@ -214,7 +215,7 @@ def cases(quick: bool) -> dict[str, list[Case]]:
     looked = [
         name
         for kind in ("float32", "float16", "int8", "int4")
-        for name in (f"minigpt2, {kind}", f"minigpt2, {kind}, prompt lookup")
+        for name in (f"minigpt2, {kind}", f"minigpt2, {kind}{LOOKUP}")
     ]
     looked += ["llama.cpp, f32", "llama.cpp, f16", "llama.cpp, q8_0", "llama.cpp, q4_0"]
     decode = [Case("Decode, batch 1, prompt 32, 96 new tokens", 1, 32, 96, names)]
@@ -374,7 +375,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         missing = prepare(harsh_model(SIZES["gpt2"]), folder)
         chosen = [case for part in parts for case in wanted.get(part, ())]
-        names = list(dict.fromkeys(name for case in chosen for name in case.names))
+        all_names = (name.removesuffix(LOOKUP) for case in chosen for name in case.names)
+        names = list(dict.fromkeys(all_names))
         tables = []
         with running(names, folder, missing) as programs:
             tables += [speed_table(case, programs, rounds, read) for case in chosen]

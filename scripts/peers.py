@@ -21,17 +21,17 @@ import torch
 from minigpt2 import GPT2, Tokenizer
 
 Ids = list[list[int]]  # (B, T)
-Generate = Callable[[Ids, int], Ids]  # prompts, how many tokens -> the tokens
+Generate = Callable[..., Ids]  # prompts, how many tokens, guesses of prompt lookup -> the tokens
 
 
-def ours(folder: Path, kind: str | None, prompt_lookup_num_tokens: int = 0) -> Generate:
+def ours(folder: Path, kind: str | None) -> Generate:
     model = GPT2.from_pretrained(folder / "transformers")
     if kind:
         model.pack(kind)
 
-    def generate(prompts: Ids, n: int) -> Ids:
+    def generate(prompts: Ids, n: int, guesses: int = 0) -> Ids:
         options: dict[str, Any] = {"max_new_tokens": n, "eos_token_id": ()}
-        options["prompt_lookup_num_tokens"] = prompt_lookup_num_tokens
+        options["prompt_lookup_num_tokens"] = guesses
         new: Ids = model.generate(torch.tensor(prompts), **options)[:, len(prompts[0]) :].tolist()
         return new
 
@@ -129,10 +129,6 @@ PEERS: dict[str, Callable[[Path], Generate]] = {
     **{
         f"minigpt2, {kind}": lambda folder, kind=kind: ours(folder, kind)
         for kind in ("float32", "bfloat16", "float16", "int8", "int4")
-    },
-    **{
-        f"minigpt2, {kind}, prompt lookup": lambda folder, kind=kind: ours(folder, kind, 10)
-        for kind in ("float32", "float16", "int8", "int4")
     },
     "transformers, float32": lambda folder: transformers(folder, "float32"),
     "transformers, bfloat16": lambda folder: transformers(folder, "bfloat16"),
@@ -293,7 +289,7 @@ def main() -> None:
     for line in sys.stdin:
         task = json.loads(line)
         started = time.perf_counter()
-        ids = generate(task["prompts"], task["new"])
+        ids = generate(task["prompts"], task["new"], *task["guesses"])
         seconds = time.perf_counter() - started
         answer = {"seconds": seconds, "ids": ids, "peak_mb": peak_mb()}
         print(json.dumps(answer), file=answers, flush=True)
