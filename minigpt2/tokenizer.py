@@ -34,7 +34,7 @@ class Tokenizer:
     """Text to ids and back, without loss: every byte has a token of its own.
 
     n_vocab: one more than the highest id. end_of_text_id: the id of <|endoftext|>, or None where
-    the vocabulary has none.
+    the vocabulary has none. special_tokens: text and id of every token that is no merge of bytes.
     """
 
     def __init__(self, ranks: dict[bytes, int], special_tokens: dict[str, int]) -> None:
@@ -42,13 +42,18 @@ class Tokenizer:
         self._encoding = tiktoken.Encoding(
             "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special_tokens
         )
-        self._special_tokens = special_tokens
+        self.special_tokens = special_tokens
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special_pattern = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         self._bytes = {token_id: token for token, token_id in ranks.items()}
         self._bytes |= {token_id: token.encode() for token, token_id in special_tokens.items()}
         self.n_vocab = max(self._bytes) + 1
         self.end_of_text_id = special_tokens.get(END_OF_TEXT)
+
+    @property
+    def ids(self) -> list[int]:
+        """All ids in ascending order, which may have gaps."""
+        return sorted(self._bytes)
 
     @classmethod
     def from_pretrained(cls, name_or_folder: str | Path = "gpt2") -> Tokenizer:
@@ -81,10 +86,10 @@ class Tokenizer:
         """
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         # Special tokens are cut out first; every second part is one.
-        parts = self._special_pattern.split(text) if special and self._special_tokens else [text]
+        parts = self._special_pattern.split(text) if special and self.special_tokens else [text]
         ids: list[int] = []
         for n, part in enumerate(parts):
-            ids += [self._special_tokens[part]] if n % 2 else self._encode_ordinary(part)
+            ids += [self.special_tokens[part]] if n % 2 else self._encode_ordinary(part)
         return ids
 
     def _encode_ordinary(self, text: str) -> list[int]:
@@ -149,7 +154,7 @@ class StreamDecoder:
         return self._decoder.decode(b"", final=True)
 
 
-def _byte_characters() -> dict[int, str]:
+def byte_characters() -> dict[int, str]:
     """The character that stands for each byte in vocabulary files: itself where it prints,
     U+0100... where not.
 
@@ -170,12 +175,12 @@ def _gpt2() -> Tokenizer:
     merges = content.decode("utf-8").split("\n")[
         1:-1
     ]  # a version line, then "first second" by priority
-    tokens = [*_byte_characters().values(), *(merge.replace(" ", "") for merge in merges)]
+    tokens = [*byte_characters().values(), *(merge.replace(" ", "") for merge in merges)]
     return Tokenizer(_to_bytes(tokens, range(len(tokens))), {END_OF_TEXT: len(tokens)})
 
 
 def _to_bytes(tokens: Sequence[str], ids: Iterable[int]) -> dict[bytes, int]:
-    byte_of = {ord(character): byte for byte, character in _byte_characters().items()}
+    byte_of = {ord(character): byte for byte, character in byte_characters().items()}
     return {
         token.translate(byte_of).encode("latin-1"): token_id
         for token, token_id in zip(tokens, ids, strict=True)
@@ -246,7 +251,7 @@ def _ranks_and_specials(
         raise CheckpointError(f"{files}: token ids must be whole numbers from 0 to 2**31 - 1")
     if len(set(ids)) < len(ids):
         raise CheckpointError(f"{files}: two tokens have the same id")
-    known = set(_byte_characters().values())
+    known = set(byte_characters().values())
     for merge in merges:
         first, _, second = merge.partition(" ")
         if first not in known or second not in known:
@@ -255,7 +260,7 @@ def _ranks_and_specials(
             )
         known.add(first + second)
     merged = [merge.replace(" ", "") for merge in merges]
-    tokens = [*_byte_characters().values(), *merged]
+    tokens = [*byte_characters().values(), *merged]
     missing = [token for token in tokens if token not in vocab]
     if missing:
         raise CheckpointError(

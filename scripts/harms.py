@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from minigpt2 import GPT2, GPT2Config
-from minigpt2.tokenizer import END_OF_TEXT, _byte_characters
+from minigpt2.tokenizer import END_OF_TEXT, byte_characters
 
 MERGES = ["Ġ t", "h e", "Ġt he", "a t", "c at", "Ġ cat", "l o", "lo w"]
-TOKENS = [END_OF_TEXT, *_byte_characters().values(), *(merge.replace(" ", "") for merge in MERGES)]
+TOKENS = [END_OF_TEXT, *byte_characters().values(), *(merge.replace(" ", "") for merge in MERGES)]
 VOCAB = {token: token_id for token_id, token in enumerate(TOKENS)}
 CONFIG = GPT2Config(vocab_size=len(VOCAB), n_positions=16, n_embd=16, n_layer=2, n_head=4)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import export
 import pytest
 import torch
 from parity import SIZES, harsh_model, hf_twin
@@ -50,3 +51,11 @@ def random_ids() -> Callable[..., torch.Tensor]:
         return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
 
     return draw
+
+
+@pytest.fixture(scope="session")
+def tales_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tales as scripts/export.py writes it for transformers."""
+    folder = tmp_path_factory.mktemp("exported") / "tales"
+    assert export.main(["tales", str(folder)]) == 0
+    return folder

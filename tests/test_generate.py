@@ -19,11 +19,11 @@ from parity import harsh_model
 
 from minigpt2 import GPT2, GPT2Config, Tokenizer, generate, hub
 from minigpt2.decoding import decode
-from minigpt2.tokenizer import _byte_characters
+from minigpt2.tokenizer import byte_characters
 
 TOKENIZER = Tokenizer.from_pretrained("gpt2")
 PROMPT = "Once upon a time"
-TOKENIZER_CHARACTERS = list(_byte_characters().values())  # of the 256 bytes, by id
+TOKENIZER_CHARACTERS = list(byte_characters().values())  # of the 256 bytes, by id
 
 
 @pytest.fixture(scope="module")
