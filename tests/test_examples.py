@@ -3,7 +3,9 @@ over Hugging Face's. That is independent evidence too."""
 
 from __future__ import annotations
 
+import json
 import logging
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,104 @@ def test_a_saved_adapter_is_a_checkpoint(tmp_path: Path, tiny: GPT2) -> None:
 def test_inputs_of_other_models_are_refused(tiny: GPT2) -> None:
     with pytest.raises(TypeError, match="token_type_ids"):
         MiniGPT2LMHeadModel(tiny)(torch.tensor([[5]]), token_type_ids=torch.tensor([[0]]))
+
+
+# --- lm-evaluation-harness
+
+# One file of documents for each way in which the harness asks a model.
+TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "multiple_choice": (
+        [
+            {
+                "q": "The king had a daughter who was",
+                "a": 1,
+                "options": ["an of", "very beautiful"],
+            },
+            {"q": "", "a": 0, "options": ["Once upon a time", "zebra", "a"]},
+            {"q": "The little ", "a": 1, "options": ["girl", "princess"]},
+            {"q": "Long ago " * 200 + "there was", "a": 0, "options": ["a king", "king a"]},
+        ],
+        {
+            "doc_to_text": "{{q}}",
+            "doc_to_target": "{{a}}",
+            "doc_to_choice": "{{options}}",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        },
+    ),
+    "loglikelihood_rolling": (
+        [
+            {"text": "Once upon a time there was a king. " * 60},  # more than two windows
+            {"text": "é😀"},
+            {"text": "The fox and the cat.<|endoftext|>The end"},
+        ],
+        {
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
+            "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}],
+        },
+    ),
+    "generate_until": (
+        [{"q": "Once upon a time"}, {"q": "The king said"}, {"q": "It was " * 200}],
+        {
+            "doc_to_text": "{{q}}",
+            "doc_to_target": "",
+            "generation_kwargs": {"until": ["\n\n", " able"], "max_gen_toks": 24},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+    ),
+}
+
+
+def write_tasks(folder: Path) -> list[str]:
+    """The tasks' files; their names."""
+    for kind, (lines, settings) in TASKS.items():
+        data, task = (str(folder / f"{kind}.{end}") for end in ("jsonl", "yaml"))
+        where = {"data_files": {"test": data}, "cache_dir": str(folder)}
+        names = {"task": f"local_{kind}", "output_type": kind, "test_split": "test"}
+        names |= {"dataset_path": "json", "dataset_kwargs": where}
+        Path(data).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        Path(task).write_text(json.dumps(names | settings), encoding="utf-8")  # JSON is YAML
+    return [f"local_{kind}" for kind in TASKS]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_harness_finds_the_same_figures(tales_folder: Path, tmp_path: Path) -> None:
+    lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: minigpt2[eval]")
+    pytest.importorskip("accelerate", reason="lm-eval's own HFLM is not installed: lm-eval[hf]")
+    from lm_eval.tasks import TaskManager
+    from lm_eval_adapter import MiniGPT2
+
+    anywhere = MiniGPT2("tales", device="cuda:0")  # the harness's default, whatever there is
+    assert anywhere.network.wte.weight.is_cuda == torch.cuda.is_available()
+    names = write_tasks(tmp_path)
+    ours, theirs = (
+        lm_eval.simple_evaluate(
+            model=model,
+            model_args=arguments | {"dtype": "float32"},
+            tasks=names,
+            task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+            batch_size=3,
+            device="cpu",
+            bootstrap_iters=0,
+        )
+        for model, arguments in (
+            ("minigpt2", {"pretrained": "tales"}),
+            # Its log_softmax in float32 is off by 5e-6 for each token.
+            ("hf", {"pretrained": str(tales_folder), "softmax_dtype": "float64"}),
+        )
+    )
+    for name in names:
+        figures = {key: value for key, value in theirs["results"][name].items() if key != "alias"}
+        numbers = {key: value for key, value in figures.items() if isinstance(value, float)}
+        assert len(numbers) == len(TASKS[name.removeprefix("local_")][1]["metric_list"])
+        for key, number in numbers.items():
+            assert ours["results"][name][key] == pytest.approx(number, rel=1e-6)
+        mine, other = ([d["filtered_resps"] for d in r["samples"][name]] for r in (ours, theirs))
+        if name == "local_generate_until":
+            assert mine == other
+            continue
+        # Log-likelihoods, and whether greedy decoding would say it.
+        rows = [
+            torch.tensor(list(chain(*answers)), dtype=torch.float64) for answers in (mine, other)
+        ]
+        assert torch.allclose(*rows, rtol=1e-6, atol=0)
