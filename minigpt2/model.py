@@ -20,6 +20,8 @@ from minigpt2.cache import KVCache
 from minigpt2.config import GPT2Config
 from minigpt2.ops import Explicit, causal_mask, fused
 
+Mask = Tensor | None  # (T, S) or (B, 1, T, S), True where a token may look; None: causal
+
 
 class Linear(nn.Module):
     """x @ weight + bias; weight is (in, out), as in the 1x1 convolutions that c_attn's c_ means."""
@@ -70,9 +72,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = Linear(config.n_embd, 3 * config.n_embd)  # query, key, value
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: KVCache | None, ops: Explicit) -> Tensor:
         qkv = self.c_attn(x, ops)  # (B, T, 3C)
         q, k, v = (self._split_heads(part) for part in qkv.chunk(3, dim=-1))  # (B, H, T, D) each
         if cache is not None:
@@ -110,9 +110,7 @@ class Block(nn.Module):
         self.ln_2 = LayerNorm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self, x: Tensor, mask: Tensor | None, cache: KVCache | None, ops: Explicit
-    ) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, cache: KVCache | None, ops: Explicit) -> Tensor:
         x = x + self.attn(self.ln_1(x, ops), mask, cache, ops)
         x = x + self.mlp(self.ln_2(x, ops), ops)
         return x
@@ -207,7 +205,7 @@ class GPT2(nn.Module):
                 if not 0 <= value < n:
                     raise ValueError(f"{what} {value} is outside {where} 0..{n - 1}")
 
-    def _mask(self, B: int, T: int, past: int, attention_mask: Tensor | None) -> Tensor | None:
+    def _mask(self, B: int, T: int, past: int, attention_mask: Tensor | None) -> Mask:
         """What each new token may see, (T, S) or (B, 1, T, S); None where plain causal attention
         says it all, which is also where Hugging Face passes no mask."""
         if attention_mask is not None and attention_mask.shape != (B, past + T):
