@@ -521,12 +521,16 @@ def test_loading_does_not_initialise_at_random(saved: Path) -> None:
 
 
 def test_saving_replaces_files_whole_and_leaves_no_scraps(tiny: GPT2, saved: Path) -> None:
-    tiny.save_pretrained(saved)
+    shutil.rmtree(saved)
+    umask = os.umask(0o027)
+    try:
+        tiny.save_pretrained(saved)
+        tiny.save_pretrained(saved)
+    finally:
+        assert os.umask(umask) == 0o027  # the process's own, left as it was
     assert sorted(path.name for path in saved.iterdir()) == ["config.json", WEIGHTS]
-    umask = os.umask(0)
-    os.umask(umask)
     for path in saved.iterdir():
-        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+        assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_files_are_replaced_with_respect(tmp_path: Path) -> None:
