@@ -242,6 +242,7 @@ class Scripted(torch.nn.Module):
         _position_ids: object,
         cache: KVCache,
         logits_to_keep: int,
+        _top: int,
     ) -> torch.Tensor:
         assert logits_to_keep == 1
         # The cache carries the ids themselves, so that a cache left unordered gives another text.
