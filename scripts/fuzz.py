@@ -134,7 +134,7 @@ def judge_tokenizer(folder: Path, expected: dict[str, list[list[int]]]) -> str:
         files = ("vocab.json", "merges.txt"), ("tokenizer.json",)
         assert not any(all((folder / name).is_file() for name in group) for group in files)
         return "as written"
-    special = [tokenizer.token_bytes(i).decode() for i in tokenizer._special_tokens.values()]
+    special = [tokenizer.token_bytes(i).decode() for i in tokenizer.special_tokens.values()]
     assert ids == their_ids(folder, special), "ids are silently others"
     return "as written"
 
