@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = {
     "beam": ["decoding"],
-    "cache": ["model", "decoding"],
+    "cache": ["model", "decoding", "speculative"],
     "checkpoint": ["checkpoint"],
     "config": ["config", "model"],
     "evaluate": ["evaluate"],

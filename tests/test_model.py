@@ -249,6 +249,18 @@ def test_a38_bad_ids_are_refused_with_the_numbers(
         model(ids)
 
 
+@torch.no_grad()
+def test_a_cropped_cache_goes_on_from_there(tiny: GPT2, random_ids: Draw) -> None:
+    ids, cache = random_ids(1, 8), KVCache(TINY, 1, 8)
+    right = tiny(ids, cache=cache)
+    cache.crop(100)  # more than there is
+    assert cache.length == 8
+    cache.crop(5)
+    assert cache.length == 5
+    again = tiny(ids[:, 5:], cache=cache)
+    torch.testing.assert_close(again, right[:, 5:], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("position", [64, -1, 10**6])
 @pytest.mark.parametrize("ops", [explicit, fused], ids=["explicit", "fused"])
 def test_positions_outside_the_window_are_refused(position: int, ops: Explicit) -> None:
