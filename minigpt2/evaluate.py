@@ -20,6 +20,7 @@ import os
 import re
 import statistics
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -369,7 +370,7 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start}): convert it first") from None
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: damaged, or not {path.suffix} at all: {error}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import lzma
 import math
@@ -427,7 +428,9 @@ def test_damaged_and_missing_files_are_one_line(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     packed = lzma.compress(TEXT.encode())
-    for name, content in (("a.xz", packed[:-9]), ("b.xz", b"text"), ("c.gz", b"text")):
+    rotten = gzip.compress(b"text")[:10] + b"\xff" * 9
+    damaged = {"a.xz": packed[:-9], "b.xz": b"text", "c.gz": b"text", "d.gz": rotten}
+    for name, content in damaged.items():
         (tmp_path / name).write_bytes(content)
         _, err = main(capfd, "perplexity", tmp_path / name, "-m", folder, status=1)
         assert err.count("\n") == 1
