@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py --quick        # two minutes: decode and prefill, the main rows
     python scripts/benchmark.py                # everything; writes the table and the picture
-    python scripts/benchmark.py decode lookup  # some parts
+    python scripts/benchmark.py decode train   # some parts; train is benchmark_train.py
 
 Every program runs in a process of its own, on the same random weights of gpt2's shape, greedily,
 with two threads. A round runs each of them once, and what is shown is the median of the rounds:
@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from benchmark_train import train_speed
 from parity import SIZES, harsh_model
 from peers import PEERS, prepare
 
@@ -345,7 +346,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    parts = (*cases(False), "start", "accuracy")
+    parts = (*cases(False), "start", "accuracy", "train")
     add("parts", nargs="*", metavar="PART", help=f"{', '.join(parts)}; default: all")
     add("--rounds", type=int, help="default: 5, or 2 with --quick")
     add("--quick", action="store_true", help="the main rows in two minutes")
@@ -364,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     rounds = args.rounds or (2 if args.quick else 5)
     wanted = cases(args.quick)
-    parts = args.parts or (list(wanted) if args.quick else [*wanted, "start", "accuracy"])
+    parts = args.parts or (list(wanted) if args.quick else [*wanted, "start", "accuracy", "train"])
     read = bandwidth()
     peaks = {dtype: gemm_peak(dtype) / 1e9 for dtype in (torch.float32, torch.bfloat16)}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
@@ -384,6 +385,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tables.append(start(folder, rounds))
         if "accuracy" in parts:
             tables.append(accuracy())
+    if "train" in parts:
+        train_speed(rounds)
     if args.out:
         args.out.write_text("\n".join(tables), encoding="utf-8")
         lines = [line.split(" | ") for line in tables[0].splitlines()[4:]]

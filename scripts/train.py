@@ -1,20 +1,22 @@
-"""Train a GPT-2 on text files.
+"""Train a GPT-2: predict the next token, measure the error, follow the gradient.
 
-    python scripts/train.py --data stories.txt --validation held_out.txt --out weights/mine
+    python scripts/train.py --data stories.txt --out weights/mine                # from scratch
+    python scripts/train.py --init gpt2 --data my.txt --lr 3e-5 --out weights/tuned
+    torchrun --nproc-per-node 4 scripts/train.py --data ...                      # 4 processes
 
-Texts may be .txt, .xz or .gz; <|endoftext|> separates documents. Naming a file twice weights it
-twice. The run can be stopped at any time: the same command goes on from OUT/training.pt, and its
-steps are those of an unbroken run.
+--data takes files and folders of text (also .xz, .gz); <|endoftext|> separates documents, and a
+file named twice weighs twice. OUT gets model.safetensors and config.json (the last weights), best/
+(those of the lowest validation loss), log.jsonl (a line for each step) and training.safetensors:
+a run may be stopped, even killed, at any time, and the same command goes on from there with the
+steps of an unbroken run. Several hosts need an OUT that all of them see.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import contextlib
+import ctypes
 import dataclasses
-import functools
-import gzip
-import lzma
 import math
 import sys
 import time
@@ -24,80 +26,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from tqdm import tqdm
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from train_data import Tokens, read_tokens
+from train_report import Reporter
+from train_state import Progress, keep_vocabulary, resume, save
 
-from minigpt2 import GPT2, GPT2Config, Tokenizer
-from minigpt2.checkpoint import replace_file
-from minigpt2.tokenizer import END_OF_TEXT
+from minigpt2 import GPT2, GPT2Config, Tokenizer, cli, stream
+from minigpt2.evaluate import loglikelihood, processes, windows
+from minigpt2.hub import find
 
-LossFunction = Callable[[GPT2, Tensor], Tensor]
-OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-
-
-def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, n_positions: int) -> np.ndarray:
-    """All documents' ids behind one another, each opened by <|endoftext|>: (N,) uint16.
-
-    Raises:
-        ValueError: together the files are shorter than one block of n_positions + 1 tokens.
-    """
-    ids: list[np.ndarray] = []
-    for path in paths:
-        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            documents = file.read().split(END_OF_TEXT)
-        for document in filter(None, (document.strip("\n") for document in documents)):
-            ids.append(
-                np.array([tokenizer.end_of_text_id, *tokenizer.encode(document)], dtype=np.uint16)
-            )
-    total = sum(map(len, ids))
-    if total <= n_positions:
-        names = ", ".join(map(str, paths))
-        raise ValueError(
-            f"{names}: {total} tokens, but one block needs n_positions + 1 = {n_positions + 1}"
-        )
-    return np.concatenate(ids)
+SIZES = {"n_layer": 6, "n_head": 4, "n_embd": 256, "n_positions": 256}
+LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def random_blocks(
-    tokens: np.ndarray, batch_size: int, length: int, rng: np.random.Generator
-) -> Tensor:
-    """(batch_size, length + 1) windows drawn anywhere in the tokens: inputs and, one later, their
-    targets."""
-    starts = rng.integers(0, len(tokens) - length, size=batch_size)
-    return torch.from_numpy(
-        np.stack([tokens[start : start + length + 1] for start in starts]).astype(np.int64)
-    )
+def block_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean of -log p(target) over the (B, T) targets that are not -100: every input predicts its
+    successor."""
+    logits = model(inputs).float()  # (B, T, V)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def block_loss(model: GPT2, blocks: Tensor) -> Tensor:
-    """Mean loss of blocks (B, T + 1): every one of the T inputs predicts its successor."""
-    # The last column is only a target, so it is fed nowhere: shift by hand, score all T positions.
-    logits = model(blocks[:, :-1])
-    return model.ops.cross_entropy(
-        logits.float().reshape(-1, logits.shape[-1]), blocks[:, 1:].reshape(-1)
-    )
+def make_loss(bf16: bool, compiled: bool, device_type: str) -> LossFunction:
+    """block_loss, compiled, and with its matrices multiplied in bfloat16, if asked for."""
+    loss_of: LossFunction = torch.compile(block_loss) if compiled else block_loss
+    return torch.autocast(device_type, torch.bfloat16)(loss_of) if bf16 else loss_of
 
 
-@torch.no_grad()
-def validation_loss(
-    model: GPT2, tokens: np.ndarray, batch_size: int, loss_of: LossFunction
-) -> float:
-    """Mean loss over the tokens cut into consecutive blocks (the last, short one is left out)."""
-    length = model.config.n_positions
-    count = (len(tokens) - 1) // length
-    blocks = np.stack([tokens[n * length : (n + 1) * length + 1] for n in range(count)]).astype(
-        np.int64
-    )
-    model.eval()
-    losses = [
-        loss_of(model, part).item() * len(part)
-        for part in torch.from_numpy(blocks).split(batch_size)
-    ]
-    model.train()
-    return sum(losses) / count
-
-
-def make_optimizer(model: GPT2, args: argparse.Namespace) -> torch.optim.AdamW:
+def make_optimizer(model: GPT2, args: argparse.Namespace) -> AdamW:
     """AdamW with weight decay on matrices only; the tied table is one parameter and decays once."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in model.parameters() if parameter.dim() != 2]
@@ -105,176 +65,319 @@ def make_optimizer(model: GPT2, args: argparse.Namespace) -> torch.optim.AdamW:
         {"params": decayed, "weight_decay": args.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up to lr, then half a cosine down to a tenth of it."""
+    """Linear warm-up to lr, then half a cosine down to a tenth of it; the first step is 0."""
     if step < args.warmup:
         return float(args.lr * (step + 1) / args.warmup)
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)
     return float(args.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))))
 
 
-def check_loss(loss: float, args: argparse.Namespace) -> None:
-    """Refuse a loss that is no longer a number."""
-    if not math.isfinite(loss):
-        raise ValueError(f"the loss is {loss}: lower --lr ({args.out} keeps the last good state)")
+def check_numbers(args: argparse.Namespace, **values: float) -> None:
+    """Refuse a loss, or a gradient's norm, that is no longer a number."""
+    if not all(map(math.isfinite, values.values())):
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        raise ValueError(f"{shown}: lower --lr ({args.out} keeps the last good state)")
 
 
 def take_step(
-    model: GPT2,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    blocks: Tensor,
     args: argparse.Namespace,
-    next_blocks: Callable[[], Tensor],
     loss_of: LossFunction,
-) -> float:
-    """One update from args.accumulate passes; their mean loss.
+) -> dict[str, float]:
+    """One update from this process's blocks (B, T + 1), in args.accumulate passes. Returns the mean
+    loss over the tokens of all processes, and the norm of its gradient.
 
     Raises:
-        ValueError: the loss is no longer a number. The weights are as they were.
+        ValueError: one of them is no longer a number. The weights are as they were.
     """
-    total = 0.0
-    for _ in range(args.accumulate):
-        loss = loss_of(model, next_blocks()) / args.accumulate
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    check_loss(total, args)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+    total = torch.zeros((), device=blocks.device)
+    parts = blocks.tensor_split(args.accumulate)
+    for part in parts:
+        # Gradients of several processes are averaged once, with the last pass.
+        alone = isinstance(model, DistributedDataParallel) and part is not parts[-1]
+        with model.no_sync() if alone else contextlib.nullcontext():
+            # Blocks are of one length: their share of the blocks is their share of the tokens.
+            loss = loss_of(model, part[:, :-1], part[:, 1:]) * (len(part) / len(blocks))
+            loss.backward()
+        total += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
+    loss, norm = over_processes(total.item()) / args.world, norm.item()
+    check_numbers(args, loss=loss, gradient=norm)
     optimizer.step()
     optimizer.zero_grad()
-    return total
+    return {"loss": loss, "grad_norm": norm}
 
 
-def train(model: GPT2, args: argparse.Namespace, tokens: np.ndarray, held_out: np.ndarray) -> None:
-    """Run args.steps steps, with an evaluation and a checkpoint every args.eval_every."""
-    length = model.config.n_positions
-    optimizer = make_optimizer(model, args)
-    rng = np.random.default_rng(args.seed)
-    first = resume(model, optimizer, rng, args.out)
-    loss_of: LossFunction = torch.compile(block_loss) if args.compile else block_loss
-    if args.bf16:
-        loss_of = torch.autocast("cpu", torch.bfloat16)(loss_of)
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, ids: np.ndarray, args: argparse.Namespace, loss_of: LossFunction
+) -> float:
+    """Mean loss over the ids in consecutive blocks: each but the first is scored once, given those
+    before it in its block. The processes share the blocks."""
+    size = args.batch_size // args.world // args.accumulate or 1  # as many as in training
+    span = size * args.context
+    total = 0.0
+    model.eval()
+    for start in range(0, len(ids) - 1, span * args.world):
+        # The last batch may be filled in part, and be empty for the last processes: all take as
+        # many passes, as --fsdp needs.
+        part = torch.zeros(span + 1, dtype=torch.long)
+        targets = torch.full((span,), -100)
+        found = torch.from_numpy(ids[start + args.rank * span :][: span + 1].astype(np.int64))
+        part[: len(found)] = found
+        targets[: max(0, len(found) - 1)] = found[1:]
+        inputs, targets = part[:-1].view(size, -1), targets.view(size, -1)
+        loss = loss_of(model, inputs.to(args.device), targets.to(args.device))
+        if len(found) > 1:
+            total += loss.item() * (len(found) - 1)
     model.train()
-    steps = range(first + 1, args.steps + 1)
-    with tqdm(steps, initial=first, total=args.steps, unit="step", mininterval=5) as bar:
-        for step in bar:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step - 1, args)
-            blocks = functools.partial(random_blocks, tokens, args.batch_size, length, rng)
-            loss = take_step(model, optimizer, args, blocks, loss_of)
-            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-            if step % args.eval_every == 0 or step == args.steps:
-                held = validation_loss(model, held_out, args.batch_size, loss_of)
-                check_loss(held, args)  # before what is good on disk is replaced
-                seen = f"{step * args.batch_size * args.accumulate * length:,}"
-                report = f"step {step}  tokens {seen}  train {loss:.4f}  validation {held:.4f}"
-                bar.write(report, sys.stdout)
-                save(model, optimizer, rng, step, args.out)
+    return over_processes(total) / (len(ids) - 1)
 
 
-def save(
-    model: GPT2, optimizer: torch.optim.Optimizer, rng: np.random.Generator, step: int, out: Path
+def over_processes(value: float) -> float:
+    """The sum of all processes' values."""
+    if not dist.is_initialized():
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    summed = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(summed)
+    return summed.item()
+
+
+def distribute(model: GPT2, args: argparse.Namespace) -> nn.Module:
+    """The model where it is to be trained: on one device; a copy with each process, which average
+    their gradients; or, with --fsdp, each matrix shared out among the processes."""
+    if args.fsdp:
+        mesh = init_device_mesh(torch.device(args.device).type, (args.world,))
+        for part in (*model.h, model):
+            fully_shard(part, mesh=mesh)
+        return model
+    model.to(args.device)
+    return DistributedDataParallel(model) if args.world > 1 else model
+
+
+def train(
+    model: GPT2, tokenizer: Tokenizer, data: Tokens, held_out: Tokens, args: argparse.Namespace
 ) -> None:
-    """The weights in bfloat16 for use, and everything in full for resuming."""
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
-    state = {"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state |= {"rng": rng.bit_generator.state, "torch_rng": torch.get_rng_state()}  # data, dropout
-    replace_file(out / "training.pt", lambda path: torch.save(state, path))
+    """Run the steps that are left, with an evaluation and a checkpoint every args.eval_every."""
+    wrapped = distribute(model, args)
+    optimizer = make_optimizer(model, args)
+    progress = resume(model, optimizer, args.out, args.save_dtype)
+    if args.rank == 0 and args.init and progress.step < 0:
+        keep_vocabulary(find(args.init), args.out)
+    loss_of = make_loss(args.bf16, args.compile, torch.device(args.device).type)
+    wrapped.train()
+    shown = contextlib.closing(Reporter(args, progress.step)) if args.rank == 0 else None
+    with shown or contextlib.nullcontext() as reporter:
+        for step in range(progress.step + 1, args.steps + 1):
+            record: dict[str, Any] = {"step": step}
+            if step > 0:
+                started, rate = time.perf_counter(), learning_rate(step - 1, args)
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+                blocks = draw_blocks(data, step, args)
+                record |= take_step(wrapped, optimizer, blocks, args, loss_of)
+                speed = args.batch_size * args.context / (time.perf_counter() - started)
+                record |= {"lr": rate, "tokens_per_s": speed}
+            evaluating = step % args.eval_every == 0 or step == args.steps
+            if evaluating:
+                held = validation_loss(wrapped, held_out.ids, args, loss_of)
+                check_numbers(args, validation_loss=held)  # before what is good on disk is replaced
+                record |= {"validation_loss": held, "sample": write_sample(model, tokenizer, args)}
+            if reporter:
+                reporter.report(record)
+            if evaluating:
+                is_best = held < progress.best
+                progress = Progress(step, min(held, progress.best))
+                save(model, optimizer, progress, is_best, args.out, args.save_dtype)
 
 
-def resume(
-    model: GPT2, optimizer: torch.optim.Optimizer, rng: np.random.Generator, out: Path
-) -> int:
-    """Take up OUT/training.pt where there is one; the step to go on from."""
-    if not (out / "training.pt").is_file():
-        return 0
-    state = torch.load(out / "training.pt", weights_only=True)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    rng.bit_generator.state = state["rng"]
-    torch.set_rng_state(state["torch_rng"])
-    return int(state["step"])
+def draw_blocks(data: Tokens, step: int, args: argparse.Namespace) -> Tensor:
+    """This process's part of the step's batch, (B, context + 1). All chance in a step hangs on
+    --seed and its number, so that a resumed run needs no state of random generators."""
+    rng = np.random.default_rng((args.seed, step))
+    blocks = data.draw(args.batch_size, args.context, rng)
+    torch.manual_seed(int(rng.integers(2**62)) + args.rank)  # dropout
+    return blocks.tensor_split(args.world)[args.rank].to(args.device)
+
+
+def write_sample(model: GPT2, tokenizer: Tokenizer, args: argparse.Namespace) -> str:
+    """What the model now writes after --prompt, with the same chance every time."""
+    torch.manual_seed(args.seed)
+    options = {"max_new_tokens": 60, "do_sample": True, "temperature": 0.8, "top_k": 40}
+    steps = stream(model, tokenizer, args.prompt, **options)
+    return args.prompt + "".join(step.text for step in steps)
+
+
+def final_loss(args: argparse.Namespace, ids: list[int]) -> float:
+    """The loss of the weights in OUT, as `minigpt2.evaluate perplexity` measures it: each token but
+    the first scored once, in windows of --context tokens that overlap by half."""
+    spans = list(windows(len(ids), args.context, max(1, args.context // 2)))
+    contexts = [ids[begin:first] for begin, first, _ in spans]
+    continuations = [ids[first:end] for _, first, end in spans]
+    model = GPT2.from_pretrained(args.out, device=args.device)
+    scores = loglikelihood(model, contexts, continuations)
+    return -math.fsum(score.logprob for score in scores) / (len(ids) - 1)
 
 
 def build_model(args: argparse.Namespace) -> GPT2:
     """A randomly initialised model of the size asked for, or the checkpoint that --init names."""
     torch.manual_seed(args.seed)
     dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), args.dropout)
-    if args.init:
-        loaded = GPT2.from_pretrained(args.init)
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    if not args.init:
+        return GPT2(GPT2Config(**(SIZES | given), **dropout))
+    if given:
+        raise ValueError(f"{', '.join(given)}: --init brings its own sizes")
+    loaded = GPT2.from_pretrained(args.init)
+    with torch.device("meta"):
         model = GPT2(dataclasses.replace(loaded.config, **dropout))
-        model.load_state_dict(
-            loaded.state_dict()
-        )  # a copy: training must not write to the memory-mapped file
-        return model
-    sizes = {name: getattr(args, name) for name in ("n_layer", "n_head", "n_embd", "n_positions")}
-    return GPT2(GPT2Config(**sizes, **dropout))
+    # Copies: training must not write to a file that is mapped into memory.
+    copies = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    model.load_state_dict(copies, assign=True)
+    return model
+
+
+def prepare(args: argparse.Namespace) -> tuple[GPT2, Tokenizer, Tokens, Tokens]:
+    """The model, its tokenizer, and the tokens to train on and to measure on.
+
+    Raises:
+        ValueError: they do not fit together.
+    """
+    if args.rank > 0:  # the first process downloads and tokenises, the others find it done
+        try:
+            dist.barrier()
+        except RuntimeError:
+            raise ValueError("the first process gave up") from None  # and has said why
+    tokenizer = Tokenizer.from_pretrained(find(args.init) if args.init else "gpt2")
+    model = build_model(args)
+    args.context = args.context or model.config.n_positions
+    if args.context > model.config.n_positions:
+        raise ValueError(f"--context {args.context} exceeds n_positions {model.config.n_positions}")
+    if tokenizer.n_vocab > model.config.vocab_size:
+        have, need = model.config.vocab_size, tokenizer.n_vocab
+        raise ValueError(f"{args.init}: vocab_size {have}, but its tokenizer has {need} ids")
+    data = read_tokens(args.data, tokenizer, args.out / "tokens")
+    if args.validation:
+        held_out = read_tokens(args.validation, tokenizer, args.out / "tokens")
+    else:
+        data, held_out = data.split(args.held_out)
+    if args.rank == 0 and args.world > 1:
+        dist.barrier()
+    if len(data.ids) <= args.context:
+        names, need = ", ".join(map(str, args.data)), f"context + 1 = {args.context + 1}"
+        raise ValueError(f"{names}: {len(data.ids)} tokens, but one block needs {need}")
+    if len(held_out.ids) < 2:
+        raise ValueError(f"{len(held_out.ids)} tokens to measure on: raise --held-out")
+    return model, tokenizer, data, held_out
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no sense.
+
+    Raises:
+        ValueError: such a number.
+    """
+    whole = {"batch_size": 1, "accumulate": 1, "steps": 0, "warmup": 0, "eval_every": 1, "seed": 0}
+    for name, least in (whole | {"context": 1, "lr": 0, "weight_decay": 0, "clip": 0}).items():
+        value = getattr(args, name)
+        if value is not None and not value >= least:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if not 0 < args.held_out < 1:
+        raise ValueError(f"--held-out must be between 0 and 1, got {args.held_out}")
+    share, rest = divmod(args.batch_size, args.world)
+    if rest or args.accumulate > share:
+        have = f"--batch-size {args.batch_size} does not divide into {args.world} processes"
+        raise ValueError(f"{have} of --accumulate {args.accumulate} passes each")
+    if args.fsdp and args.world == 1:
+        raise ValueError("--fsdp shares a model out among processes: start several with torchrun")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = cli.Parser(
+        prog="train.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="text to train on")
-    parser.add_argument(
-        "--validation", type=Path, nargs="+", required=True, help="text held out to measure on"
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="text to train on: files and folders")
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument("--validation", type=Path, nargs="+", help="text to measure on")
+    measured.add_argument(
+        "--held-out", type=float, default=0.01, help="without it: this share, the end of the data"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
-    parser.add_argument(
-        "--init", help="start from this checkpoint (a name or a folder) instead of from scratch"
-    )
-    parser.add_argument("--n-layer", type=int, default=6)
-    parser.add_argument("--n-head", type=int, default=4)
-    parser.add_argument("--n-embd", type=int, default=256)
-    parser.add_argument("--n-positions", type=int, default=256)
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument(
-        "--batch-size", type=int, default=8, help="blocks of n_positions tokens in one pass"
-    )
-    parser.add_argument(
-        "--accumulate", type=int, default=1, help="passes whose gradients make one step"
-    )
-    parser.add_argument("--lr", type=float, default=1.5e-3, help="highest learning rate")
-    parser.add_argument("--warmup", type=int, default=100, help="steps up to it")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm")
-    parser.add_argument(
-        "--eval-every", type=int, default=250, help="steps between evaluations and checkpoints"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--bf16", action="store_true", help="multiply matrices in bfloat16 (autocast)"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile: a slow start, then faster steps"
-    )
+    add("--out", type=Path, required=True, help="folder for the checkpoint")
+    add("--init", help="start from this checkpoint (a name or a folder) instead of from scratch")
+    for name, size in SIZES.items():
+        add(f"--{name.replace('_', '-')}", type=int, help=f"from scratch: default {size}")
+    add("--context", type=int, help="tokens in a block; default: n_positions")
+    add("--dropout", type=float, default=0.0)
+    add("--steps", type=int, default=5000)
+    add("--batch-size", type=int, default=8, help="blocks in one step, over all processes")
+    add("--accumulate", type=int, default=1, help="passes in which a process takes its blocks")
+    add("--lr", type=float, default=1.5e-3, help="highest learning rate")
+    add("--warmup", type=int, default=100, help="steps up to it")
+    add("--weight-decay", type=float, default=0.1)
+    add("--clip", type=float, default=1.0, help="largest gradient norm; 0: any")
+    add("--eval-every", type=int, default=250, help="steps between evaluations and checkpoints")
+    add("--prompt", default="", help="what the sample at each evaluation goes on from")
+    add("--seed", type=int, default=0)
+    add("--save-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--plot", action="store_true", help="draw the losses into OUT/loss.svg")
+    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--bf16", action="store_true", help="multiply matrices in bfloat16 (autocast)")
+    add("--compile", action="store_true", help="torch.compile: a slow start, then faster steps")
+    add("--fsdp", action="store_true", help="torchrun: share the model out, not copy it")
+    add("-v", "--verbose", action="store_true", help="a traceback with an error")
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def work(args: argparse.Namespace) -> int:
+    args.rank = 0
     try:
-        model = build_model(args)
-        tokenizer = Tokenizer.from_pretrained(args.init or "gpt2")
-        length = model.config.n_positions
-        tokens = read_tokens(args.data, tokenizer, length)
-        held_out = read_tokens(args.validation, tokenizer, length)
-        count = sum(parameter.numel() for parameter in model.parameters())
-        print(
-            f"{count:,} parameters, {len(tokens):,} tokens to train on, {len(held_out):,} held out"
-        )
-        started = time.monotonic()
-        train(model, args, tokens, held_out)
-        print(f"{args.out}: done in {time.monotonic() - started:.0f} s")
-    except (ValueError, OSError, lzma.LZMAError) as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 1
+        with processes(args) as (args.rank, args.world):
+            check(args)
+            args.device = cli.pick_device(args)
+            model, tokenizer, data, held_out = prepare(args)
+            if args.rank == 0:
+                count = sum(parameter.numel() for parameter in model.parameters())
+                tokens = f"{len(data.ids):,} tokens to train on, {len(held_out.ids):,} held out"
+                print(f"{count:,} parameters, {tokens}")
+            train(model, tokenizer, data, held_out, args)
+    except ValueError:
+        if args.rank > 0:
+            return 1  # all processes refuse the same: the first says so
+        raise
+    if args.rank == 0:
+        loss = final_loss(args, held_out.ids.tolist())
+        how = f"windows of {args.context} tokens that overlap by half, each token scored once"
+        print(f"{args.out}: validation loss {loss:.4f}, perplexity {math.exp(loss):.2f} ({how})")
     return 0
 
 
+def keep_memory() -> None:
+    """glibc gives the logits (400 MB for 2,048 tokens) back to the kernel after every step, and
+    takes them anew page by page, which is a quarter of a step on a CPU: let it keep them."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # another C library
+            mallopt = ctypes.CDLL(None).mallopt
+            mallopt(-4, 0)  # M_MMAP_MAX: no mappings apart
+            mallopt(-1, -1)  # M_TRIM_THRESHOLD: no giving back
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    cli.open_streams()
+    args = parse_args(argv)
+    return cli.run(args, "train.py", lambda: work(args))
+
+
 if __name__ == "__main__":
+    keep_memory()
     sys.exit(main())
