@@ -30,7 +30,7 @@ from tqdm import tqdm
 from transformers import GPT2LMHeadModel
 
 from minigpt2 import GPT2, GPT2Config, Tokenizer
-from minigpt2.tokenizer import _byte_characters
+from minigpt2.tokenizer import byte_characters
 
 tqdm.monitor_interval = 0  # no thread, since some tests fork
 
@@ -52,7 +52,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     shape = {"vocab_size": 257, "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
     GPT2(GPT2Config(**shape, eos_token_id=256)).save_pretrained(folder)
-    vocabulary = [*_byte_characters().values(), "<|endoftext|>"]
+    vocabulary = [*byte_characters().values(), "<|endoftext|>"]
     ids = {token: n for n, token in enumerate(vocabulary)}
     (folder / "vocab.json").write_text(json.dumps(ids), encoding="utf-8")
     (folder / "merges.txt").write_text("#version: 0.2\n")
