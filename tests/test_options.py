@@ -34,7 +34,7 @@ GOOD: dict[str, list[Any]] = {
     "num_beams": [1, 2, 3, 5],
     "length_penalty": [-50, -1, 0, 1.0, 50],
     "early_stopping": [True, False, "never"],
-    "prompt_lookup_num_tokens": [0, 3],
+    "prompt_lookup_num_tokens": [None, 0, 3],
     "max_matching_ngram_size": [1, 4],
     "num_assistant_tokens": [1, 6],
     "eos_token_id": [None, (), 7, [7, 8, 9], 10**6],
@@ -48,7 +48,7 @@ BAD: dict[str, list[Any]] = {
     "min_new_tokens": COUNT,
     "top_k": COUNT,
     "no_repeat_ngram_size": COUNT,
-    "prompt_lookup_num_tokens": COUNT,
+    "prompt_lookup_num_tokens": [value for value in COUNT if value is not None],
     **{name: [*COUNT, 0] for name in FROM_ONE},
     "do_sample": ["yes", 1, None],
     "temperature": [*NUMBER, 1e31],
@@ -67,7 +67,7 @@ BAD: dict[str, list[Any]] = {
 def contradiction(options: dict[str, Any], T: int, assisted: bool) -> bool:
     """Whether good values exclude each other."""
     beams, rows = options.get("num_beams", 1), options.get("num_return_sequences", 1)
-    guesses = assisted or options.get("prompt_lookup_num_tokens", 0) > 0
+    guesses = assisted or (options.get("prompt_lookup_num_tokens") or 0) > 0
     strict = options.get("context_overflow") == "error"
     return (
         1 < beams < rows
