@@ -83,8 +83,10 @@ def killed(work: Callable[[], object], after: float) -> None:
     process.join()
 
 
-def kill_while_saving(rounds: int, r: random.Random, folder: Path, models: Models) -> str:
-    """Each of the files is the old or the new one, whole."""
+def kill_while_saving(
+    rounds: int, r: random.Random, folder: Path, models: Models, longest: float = 0.04
+) -> str:
+    """Each of the files is the old or the new one, whole, whenever within `longest` seconds."""
     found = []
     for _ in range(rounds):
         models[0].save_pretrained(folder)
@@ -94,7 +96,7 @@ def kill_while_saving(rounds: int, r: random.Random, folder: Path, models: Model
                 models[1].save_pretrained(folder)
                 models[0].save_pretrained(folder)
 
-        killed(save, r.uniform(0, 0.04))
+        killed(save, r.uniform(0, longest))
         found.append(which(GPT2.from_pretrained(folder), models))
     assert "half" not in found
     scraps = len(list(folder.glob(".*")))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import faults
@@ -63,7 +64,7 @@ def test_half_a_file_is_seen(
     )
     monkeypatch.setattr("minigpt2.checkpoint.save_file", slowly)
     with pytest.raises((AssertionError, faults.CheckpointError)):
-        faults.kill_while_saving(15, random.Random(0), tmp_path, models)
+        faults.kill_while_saving(15, random.Random(0), tmp_path, models, longest=1)
 
 
 def slowly(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -73,6 +74,7 @@ def slowly(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(content), 1000):
             file.write(content[start : start + 1000])
+            time.sleep(0.0005)
 
 
 # --- One model, used by many

@@ -74,6 +74,13 @@ def test_a8_top_p_never_empties_a_large_vocabulary() -> None:
         assert torch.equal(result.argmax(-1), scores.argmax(-1))
 
 
+def test_a9_every_row_of_a_batch_is_cooled_by_itself() -> None:
+    scores = torch.tensor([[3.0, 2.0, 1.0], [10.0, 11.0, 11.5]])
+    cooled = sampling.temperature(scores, 1e-40)
+    assert cooled.argmax(dim=-1).tolist() == [0, 2]
+    assert cooled.amax(dim=-1).tolist() == [0.0, 0.0]
+
+
 def test_a9_tiny_temperatures_are_argmax_without_nan() -> None:
     scores = torch.tensor([[3.0, 2.0, 1.0, -math.inf]])
     for t in (1e-8, 1e-30, 1e-40, 5e-324):
