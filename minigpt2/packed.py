@@ -2,8 +2,8 @@
 
 A CPU that continues one text reads every weight once per token, so memory is the limit: fewer
 bytes, and matrices laid out as the kernels read them, are all that helps. Each class packs one
-matrix and has Linear's call signature. The kernels are PyTorch's own, but private: each is tried on
-a small matrix first, and where it is missing or wrong, plain operations do the same.
+matrix. The kernels are PyTorch's own, but private: each is tried on a small matrix first, and where
+it is missing or wrong, plain operations do the same.
 
 `Screen` saves the output head, a third of all bytes, from being read where only the best few scores
 matter.
@@ -12,33 +12,41 @@ matter.
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt2.model import GPT2, Linear
+from minigpt2.cache import KVCache
+from minigpt2.model import GPT2, Block, Mask
 from minigpt2.ops import Explicit, Fused, fused
 
 
 class Packed:
-    """x @ weight + bias: (..., in) -> (..., out) float32, whatever the weights are kept in.
-
-    No nn.Module, whose calls cost more than the smallest matrices do.
-    """
+    """One matrix and its bias, whatever the weights are kept in."""
 
     n_bytes: int  # of memory held
 
-    def __call__(self, x: Tensor, _ops: Explicit) -> Tensor:
-        rows = self.product(x.reshape(-1, x.shape[-1]))
-        return rows.view(*x.shape[:-1], rows.shape[-1])
+    def product(self, rows: Tensor) -> Tensor:
+        """rows @ weight + bias: (N, in) float32 -> (N, out) float32."""
+        raise NotImplementedError
+
+
+class Exact(Packed):
+    """The matrix as the network has it, and its bits: only its memory is another."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        assert bias is not None  # the head stays what it is
+        self._weight = weight.T.clone()  # (in, out); from the file's small pages to large ones
+        self._bias = bias.clone()
+        self.n_bytes = weight.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
-        """(N, in) float32 -> (N, out) float32."""
-        raise NotImplementedError
+        return torch.addmm(self._bias, rows, self._weight)
 
 
 class Plain(Packed):
@@ -53,12 +61,16 @@ class Plain(Packed):
 
 
 class OneDNN(Packed):
-    """float32 or bfloat16, in blocks as oneDNN's kernels read them."""
+    """float32 or bfloat16, in blocks as oneDNN's kernels read them.
+
+    It is told to expect 8 rows: told of one, its float32 blocks are a third slower for several, and
+    hardly faster for one.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._bias = None if bias is None else bias.to(dtype)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), 1)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), 8)
         self.n_bytes = weight.numel() * dtype.itemsize
 
     def product(self, rows: Tensor) -> Tensor:
@@ -104,11 +116,12 @@ class Int8(Packed):
     def product(self, rows: Tensor) -> Tensor:
         if len(rows) == 1:
             return self.on_one_grid(rows)
-        low, high = rows.aminmax(dim=-1, keepdim=True)
+        low, high = rows.amin(dim=-1, keepdim=True), rows.amax(dim=-1, keepdim=True)
         middle = (low + high) / 2
         half = ((high - low) / 2).clamp(min=torch.finfo(rows.dtype).tiny)
-        unit = self.on_one_grid((rows - middle) / half)  # of rows from -1 to 1, bias included
-        return torch.addcmul(middle * self._sums + self._bias, unit - self._bias, half)
+        product = self.on_one_grid((rows - middle).div_(half))  # of rows from -1 to 1, plus bias
+        torch.lerp(self._bias, product, half, out=product)  # bias + half * (product - bias)
+        return product.addr_(middle.squeeze(1), self._sums)
 
     def on_one_grid(self, rows: Tensor) -> Tensor:
         """The product with all rows rounded to one grid, from their least number to their
@@ -211,6 +224,8 @@ def works(kind: str, n_in: int) -> bool:
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, kind: str) -> Packed:
     """An (out, in) matrix in the form `kind`, or in plain operations where its kernel fails."""
+    if kind == "exact":
+        return Exact(weight, bias)
     weight = weight.detach().float()
     bias = None if bias is None else bias.detach().float()
     if kind == "int4" and weight.shape[1] % 32:
@@ -284,11 +299,51 @@ def whole_numbers_stay(n_in: int) -> bool:
     return torch.equal(products, (rows @ weight.T).float())
 
 
+class PackedBlock:
+    """model.Block in evaluation mode, in one piece: with one token under way, calls from module to
+    module would cost as much as all that is computed between the matrices."""
+
+    def __init__(self, block: Block, kind: str) -> None:
+        attn, mlp = block.attn, block.mlp
+        self.layer, self.n_head, self.scale = attn.layer, attn.n_head, attn.scale
+        self.activation_function = mlp.activation_function
+        self.ln_1, self.ln_2 = ((ln.weight, ln.bias, ln.epsilon) for ln in (block.ln_1, block.ln_2))
+        self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
+            pack_matrix(linear.weight.T, linear.bias, kind)
+            for linear in (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+        )
+
+    def __call__(self, x: Tensor, mask: Mask, cache: KVCache | None, ops: Explicit) -> Tensor:
+        B, T, C = x.shape
+        x = x.view(-1, C)  # (B*T, C)
+        qkv = self.c_attn.product(ops.layer_norm(x, *self.ln_1))  # (B*T, 3C)
+        q, k, v = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, D)
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)  # (B, H, S, D)
+        heads = ops.attention(q, k, v, mask, self.scale, 0.0)
+        x = x + self.attn_c_proj.product(heads.transpose(1, 2).reshape(-1, C))
+        hidden = self.c_fc.product(ops.layer_norm(x, *self.ln_2))  # (B*T, 4C)
+        x = x + self.mlp_c_proj.product(ops.activation(self.activation_function, hidden))
+        return x.view(B, T, C)
+
+
+def in_halves(x: Tensor, table: Tensor) -> Tensor:
+    """F.linear(x, table) of a single row, half of the table in a thread of its own: MKL keeps to
+    one core for a matrix times a vector. Halves of whole blocks of rows have the same bits."""
+    half = len(table) // 2 // 64 * 64
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(F.linear(x, table[half:])))
+    thread.start()
+    first = F.linear(x, table[:half])
+    thread.join()
+    return torch.cat([first, *found], dim=-1)
+
+
 class PackedOps(Fused):
     """The head of a packed model: screened where only the best scores matter, else whole."""
 
-    def __init__(self, head: Packed | None, screen: Screen | None) -> None:
-        self.head, self.screen = head, screen
+    def __init__(self, head: Packed | None, screen: Screen | None, halves: bool) -> None:
+        self.head, self.screen, self.halves = head, screen, halves
 
     def activation(self, name: str, x: Tensor) -> Tensor:
         # One kernel for the formula, unless every bit counts.
@@ -300,8 +355,10 @@ class PackedOps(Fused):
             screened = self.screen(x.flatten(0, -2), table, top)
             if screened is not None:
                 return screened.view(*x.shape[:-1], -1)
-        scores: Tensor = super().unembedding(x, table) if self.head is None else self.head(x, self)
-        return scores
+        if self.head is None:
+            halves = self.halves and x.numel() == x.shape[-1]
+            return in_halves(x, table) if halves else super().unembedding(x, table)
+        return self.head.product(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
 def pack(model: GPT2, kind: str) -> None:
@@ -319,20 +376,22 @@ def pack(model: GPT2, kind: str) -> None:
     if model.wte.weight.dtype != torch.float32:
         raise ValueError(f"pack() takes a float32 model, this one is {model.wte.weight.dtype}")
     model.requires_grad_(False)
-    table = (model.wte if model.lm_head is None else model.lm_head).weight.detach()
-    # Of half the bytes or less, the whole head is as fast to read.
-    screened = kind in ("exact", "float32") and whole_numbers_stay(table.shape[1])
-    screen = Screen(table) if screened else None
+    head = (model.wte if model.lm_head is None else model.lm_head).weight
     if kind == "exact":
-        for parameter in model.parameters():  # from the file's small pages to large ones
-            parameter.data = parameter.data.clone()
-    else:
-        for parent in list(model.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, Linear):
-                    delattr(parent, name)
-                    setattr(parent, name, pack_matrix(child.weight.T, child.bias, kind))
-    model.ops = PackedOps(None if kind == "exact" else pack_matrix(table, None, kind), screen)
+        head.data = head.data.clone()  # from the file's small pages to large ones
+    # Of half the bytes or less, the whole head is as fast to read.
+    screened = kind in ("exact", "float32") and whole_numbers_stay(head.shape[1])
+    screen = Screen(head.detach()) if screened else None
+    blocks, packed_blocks = model.h, []
+    del model.h
+    while len(blocks):  # one after the other, so that no second copy of all is held
+        packed_blocks.append(PackedBlock(cast("Block", blocks[0]), kind))
+        del blocks[0]
+    model.h = packed_blocks  # type: ignore[assignment]
+    packed_head = None if kind == "exact" else pack_matrix(head, None, kind)
+    row = torch.linspace(-1, 1, head.shape[1])[None]
+    halves = torch.get_num_threads() > 1 and torch.equal(in_halves(row, head), F.linear(row, head))
+    model.ops = PackedOps(packed_head, screen, halves)
     model.state_dict = _refuse_to_save  # type: ignore[method-assign]
 
 
@@ -342,7 +401,8 @@ def _refuse_to_save(*_args: object, **_options: object) -> NoReturn:
 
 def n_bytes(model: GPT2) -> int:
     """What the model's weights hold in memory, packed or not."""
-    parts = [part for module in model.modules() for part in vars(module).values()]
-    parts += vars(model.ops).values()
-    packed = sum(part.n_bytes for part in parts if isinstance(part, Packed | Screen))
-    return packed + sum(parameter.nbytes for parameter in model.parameters())
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    for owner in (model.ops, *model.h):
+        parts = [part for part in vars(owner).values() if isinstance(part, Packed | Screen)]
+        total += sum(part.n_bytes for part in parts)
+    return total

@@ -23,6 +23,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -182,6 +183,7 @@ def one_case(
 def serve(tasks: Connection, checkpoints: list[Files], unharmed: GPT2, work: Path) -> None:
     """Do the cases whose numbers come in; no more memory than 2 GB over what is in use."""
     os.chdir(work)
+    gc.collect()  # what the parent left, freed during a case, would hide what the case takes
     with contextlib.suppress(OSError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30),) * 2)

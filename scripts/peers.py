@@ -24,14 +24,15 @@ Ids = list[list[int]]  # (B, T)
 Generate = Callable[..., Ids]  # prompts, how many tokens, guesses of prompt lookup -> the tokens
 
 
-def ours(folder: Path, kind: str | None) -> Generate:
+def ours(folder: Path, kind: str | None, whole_head: bool = False) -> Generate:
     model = GPT2.from_pretrained(folder / "transformers")
     if kind:
         model.pack(kind)
+    rules: list[Any] = [lambda _ids, scores: scores] if whole_head else []  # might use any score
 
     def generate(prompts: Ids, n: int, guesses: int = 0) -> Ids:
         options: dict[str, Any] = {"max_new_tokens": n, "eos_token_id": ()}
-        options["prompt_lookup_num_tokens"] = guesses
+        options |= {"prompt_lookup_num_tokens": guesses, "processors": rules}
         new: Ids = model.generate(torch.tensor(prompts), **options)[:, len(prompts[0]) :].tolist()
         return new
 
@@ -125,6 +126,7 @@ def llama_cpp(folder: Path, kind: str) -> Generate:
 
 PEERS: dict[str, Callable[[Path], Generate]] = {
     "minigpt2, bit-identical": lambda folder: ours(folder, None),
+    "minigpt2, bit-identical, packed": lambda folder: ours(folder, "exact", whole_head=True),
     "minigpt2, bit-identical, screened head": lambda folder: ours(folder, "exact"),
     **{
         f"minigpt2, {kind}": lambda folder, kind=kind: ours(folder, kind)

@@ -291,8 +291,8 @@ def test_a30_every_matrix_is_packed(kind: str, tales: GPT2) -> None:
     assert left == {"wte.weight", "wpe.weight"}  # tables that are looked up, not multiplied with
     matrices = [
         part
-        for module in model.modules()
-        for part in vars(module).values()
+        for block in model.h
+        for part in vars(block).values()
         if isinstance(part, packed.Packed)
     ]
     assert len(matrices) == len(names - left) == 24
@@ -307,7 +307,7 @@ def test_originals_are_freed_and_memory_is_what_is_said(kind: str, tales: GPT2) 
     weight = weakref.ref(model.h[0].attn.c_attn.weight)
     model.pack(kind)
     gc.collect()
-    assert (weight() is None) == (kind != "exact")
+    assert weight() is None
     sizes = {name: p.numel() for name, p in tales.named_parameters() if p.dim() == 2}
     matrices = sum(count for name, count in sizes.items() if ".c_" in name)
     table = model.wte.weight.numel()
@@ -334,6 +334,40 @@ def test_a_packed_model_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be saved: save it before"):
         pack("int8").save_pretrained(tmp_path / "packed")
     assert not (tmp_path / "packed" / "model.safetensors").exists()
+
+
+@pytest.fixture
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_the_head_in_halves_has_the_bits_of_the_whole(tales: GPT2, text: torch.Tensor) -> None:
+    model, caches = pack("exact"), [KVCache(tales.config, 1, 20) for _ in range(2)]
+    assert model.ops.halves  # type: ignore[union-attr]
+    for token_id in text[0, :20].tolist():
+        ours, whole = (
+            m(torch.tensor([[token_id]]), cache=cache)
+            for m, cache in zip((model, tales), caches, strict=True)
+        )
+        assert torch.equal(ours, whole)
+    assert torch.equal(model(text), tales(text))  # several rows are not halved
+
+
+@pytest.mark.usefixtures("_two_threads")
+def test_halves_of_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch, tales: GPT2) -> None:
+    ids = torch.tensor([[5]])
+    halves = packed.in_halves
+    monkeypatch.setattr(packed, "in_halves", lambda *args: halves(*args) * (1 + 2**-23))
+    model = pack("exact")
+    assert not model.ops.halves  # type: ignore[union-attr]
+    assert torch.equal(model(ids), tales(ids))
+    torch.set_num_threads(1)
+    monkeypatch.undo()
+    assert not pack("exact").ops.halves  # type: ignore[union-attr]
 
 
 # --- The screen
