@@ -35,6 +35,10 @@ class Packed:
         """rows @ weight + bias: (N, in) float32 -> (N, out) float32."""
         raise NotImplementedError
 
+    def gelu(self, rows: Tensor) -> Tensor:
+        """GELU, in its tanh form, of the product; in whatever dtype another product takes."""
+        return F.gelu(self.product(rows), approximate="tanh")
+
 
 class Exact(Packed):
     """The matrix as the network has it, and its bits: only its memory is another."""
@@ -74,10 +78,16 @@ class OneDNN(Packed):
         self.n_bytes = weight.numel() * dtype.itemsize
 
     def product(self, rows: Tensor) -> Tensor:
+        return self._product(rows, "none", "").float()
+
+    def gelu(self, rows: Tensor) -> Tensor:
+        return self._product(rows, "gelu", "tanh")  # while the product is still in the cache
+
+    def _product(self, rows: Tensor, then: str, how: str) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise.default(
-            rows.to(self._dtype), self._weight, self._bias, "none", [], ""
+            rows.to(self._dtype), self._weight, self._bias, then, [], how
         )
-        return product.float()
+        return product
 
 
 class Float16(Packed):
@@ -307,6 +317,8 @@ class PackedBlock:
         attn, mlp = block.attn, block.mlp
         self.layer, self.n_head, self.scale = attn.layer, attn.n_head, attn.scale
         self.activation_function = mlp.activation_function
+        # One kernel for the formula, unless every bit counts.
+        self.gelu = kind != "exact" and mlp.activation_function in ("gelu_new", "gelu_pytorch_tanh")
         self.ln_1, self.ln_2 = ((ln.weight, ln.bias, ln.epsilon) for ln in (block.ln_1, block.ln_2))
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             pack_matrix(linear.weight.T, linear.bias, kind)
@@ -320,11 +332,14 @@ class PackedBlock:
         q, k, v = qkv.view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4).unbind()  # (B, H, T, D)
         if cache is not None:
             k, v = cache.update(self.layer, k, v)  # (B, H, S, D)
-        heads = ops.attention(q, k, v, mask, self.scale, 0.0)
+        heads = ops.attention(q.contiguous(), k, v, mask, self.scale, 0.0)
         x = x + self.attn_c_proj.product(heads.transpose(1, 2).reshape(-1, C))
-        hidden = self.c_fc.product(ops.layer_norm(x, *self.ln_2))  # (B*T, 4C)
-        x = x + self.mlp_c_proj.product(ops.activation(self.activation_function, hidden))
-        return x.view(B, T, C)
+        rows = ops.layer_norm(x, *self.ln_2)
+        if self.gelu:
+            hidden = self.c_fc.gelu(rows)  # (B*T, 4C)
+        else:
+            hidden = ops.activation(self.activation_function, self.c_fc.product(rows))
+        return (x + self.mlp_c_proj.product(hidden)).view(B, T, C)
 
 
 def in_halves(x: Tensor, table: Tensor) -> Tensor:
@@ -344,11 +359,6 @@ class PackedOps(Fused):
 
     def __init__(self, head: Packed | None, screen: Screen | None, halves: bool) -> None:
         self.head, self.screen, self.halves = head, screen, halves
-
-    def activation(self, name: str, x: Tensor) -> Tensor:
-        # One kernel for the formula, unless every bit counts.
-        fast = name == "gelu_new" and self.head is not None
-        return super().activation("gelu_pytorch_tanh" if fast else name, x)
 
     def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
         if top and self.screen is not None:

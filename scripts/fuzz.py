@@ -112,7 +112,12 @@ def their_ids(folder: Path, special: Sequence[str]) -> list[list[int]]:
     """The ids of TEXTS as Hugging Face's tokenizers reads the folder."""
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if vocab.is_file() and merges.is_file():
-        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8") as trimmed:
+            # Blank lines at the end are nothing to ours, and an error to theirs.
+            lines = merges.read_text(encoding="utf-8").rstrip()
+            trimmed.write(lines and lines + "\n")
+            trimmed.flush()
+            model = tokenizers.models.BPE.from_file(str(vocab), trimmed.name)
         theirs = tokenizers.Tokenizer(model)
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         theirs.add_special_tokens(list(special))

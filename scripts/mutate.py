@@ -34,7 +34,7 @@ TESTS = {
     "ops": ["ops", "model"],
     "options": ["sampling", "decoding", "options"],
     "packed": ["packed"],
-    "sampling": ["sampling", "decoding"],
+    "sampling": ["sampling", "decoding", "packed"],
     "texts": ["decoding", "speculative"],
     "tokenizer": ["tokenizer"],
 }

@@ -349,7 +349,7 @@ def work(args: argparse.Namespace) -> int:
             if args.rank == 0:
                 count = sum(parameter.numel() for parameter in model.parameters())
                 tokens = f"{len(data.ids):,} tokens to train on, {len(held_out.ids):,} held out"
-                print(f"{count:,} parameters, {tokens}")
+                print(f"{count:,} parameters, {tokens}", flush=True)
             train(model, tokenizer, data, held_out, args)
     except ValueError:
         if args.rank > 0:

@@ -56,8 +56,9 @@ class Reporter:
         self.losses.clear()
         where = f"step {record['step']}  tokens {record['tokens']:,}"
         held = f"validation {record['validation_loss']:.4f} (blocks of {self.args.context})"
-        self.bar.write(f"{where}  {trained}{held}", sys.stdout)
-        self.bar.write(textwrap.indent(record["sample"], "    "), sys.stdout)
+        sample = textwrap.indent(record["sample"], "    ")
+        self.bar.write(f"{where}  {trained}{held}\n{sample}", sys.stdout)
+        sys.stdout.flush()
         if self.args.plot:
             svg = loss_curve(read_log(self.path))
             path = self.args.out / "loss.svg"
