@@ -12,7 +12,7 @@ from torch import Tensor
 from minigpt2.beam import beam_steps
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.packed import PackedOps
+from minigpt2.packed import Exact, PackedOps
 from minigpt2.sampling import Processor, apply, deciding, pick, processors
 from minigpt2.speculative import speculate
 from minigpt2.texts import Step, Texts, evaluating
@@ -85,7 +85,7 @@ def decode(
     alone = options.num_beams == 1 and attention_mask is None
     if options.prompt_lookup_num_tokens is None:
         one = alone and len(token_ids) * options.num_return_sequences == 1
-        fast = isinstance(model.ops, PackedOps) and model.ops.head is not None
+        fast = isinstance(model.ops, PackedOps) and not isinstance(model.ops.head, Exact)
         count = LOOKUP if one and fast and not options.samples else 0
         options = dataclasses.replace(options, prompt_lookup_num_tokens=count)
     speculative = assistant_model is not None or options.prompt_lookup_num_tokens

@@ -12,7 +12,6 @@ matter.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 from collections.abc import Callable
 from typing import NoReturn, cast
@@ -41,16 +40,68 @@ class Packed:
 
 
 class Exact(Packed):
-    """The matrix as the network has it, and its bits: only its memory is another."""
+    """The network's own matrix and its bits.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        assert bias is not None  # the head stays what it is
-        self._weight = weight.T.clone()  # (in, out); from the file's small pages to large ones
-        self._bias = bias.clone()
-        self.n_bytes = weight.nbytes
+    MKL keeps to one core for a matrix times one row, but not for two matrices: so one row meets the
+    halves of the outputs, where a trial shows the same bits.
+    """
+
+    _halved = False
 
     def product(self, rows: Tensor) -> Tensor:
+        return self._in_halves(rows) if self._halved and len(rows) == 1 else self._whole(rows)
+
+    def _try_halves(self, n_in: int) -> None:
+        row = torch.randn(1, n_in, generator=torch.Generator().manual_seed(0))
+        self._halved = torch.equal(self._in_halves(row), self._whole(row))
+
+    def _in_halves(self, row: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class ExactLinear(Exact):
+    """A matrix with a bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor) -> None:
+        # (in, out), from the file's small pages to large ones
+        self._weight = weight.T.clone(memory_format=torch.contiguous_format)
+        self._bias = bias.clone()
+        self.n_bytes = weight.nbytes
+        n_in, n_out = self._weight.shape
+        if n_out % 2 == 0:
+            self._weights = self._weight.view(n_in, 2, -1).transpose(0, 1)  # (2, in, out / 2)
+            self._biases = self._bias.view(2, 1, -1)
+            self._try_halves(n_in)
+
+    def _in_halves(self, row: Tensor) -> Tensor:
+        return torch.baddbmm(self._biases, row.expand(2, 1, -1), self._weights).view(1, -1)
+
+    def _whole(self, rows: Tensor) -> Tensor:
         return torch.addmm(self._bias, rows, self._weight)
+
+
+class ExactHead(Exact):
+    """The (V, C) table as the head; `table` is a copy in large pages, the model's from here on."""
+
+    n_bytes = 0  # beyond the model's own
+
+    def __init__(self, table: Tensor) -> None:
+        self.table = table.clone()
+        V, C = table.shape
+        half = V // 128 * 64  # MKL takes rows by blocks, and those left at the end by other code
+        self._tables = self.table[: 2 * half].view(2, half, C).transpose(1, 2)  # (2, C, half)
+        self._rest = self.table[2 * half :]
+        self._try_halves(C)
+
+    def _in_halves(self, row: Tensor) -> Tensor:
+        halves = torch.bmm(row.expand(2, 1, -1), self._tables).view(1, -1)
+        return torch.cat([halves, F.linear(row, self._rest)], dim=-1)
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.table)
 
 
 class Plain(Packed):
@@ -234,10 +285,10 @@ def works(kind: str, n_in: int) -> bool:
 
 def pack_matrix(weight: Tensor, bias: Tensor | None, kind: str) -> Packed:
     """An (out, in) matrix in the form `kind`, or in plain operations where its kernel fails."""
-    if kind == "exact":
-        return Exact(weight, bias)
     weight = weight.detach().float()
     bias = None if bias is None else bias.detach().float()
+    if kind == "exact":
+        return ExactHead(weight) if bias is None else ExactLinear(weight, bias)
     if kind == "int4" and weight.shape[1] % 32:
         return Plain(weight, bias)  # too narrow for groups
     if works(kind, weight.shape[1]):
@@ -342,32 +393,17 @@ class PackedBlock:
         return (x + self.mlp_c_proj.product(hidden)).view(B, T, C)
 
 
-def in_halves(x: Tensor, table: Tensor) -> Tensor:
-    """F.linear(x, table) of a single row, half of the table in a thread of its own: MKL keeps to
-    one core for a matrix times a vector. Halves of whole blocks of rows have the same bits."""
-    half = len(table) // 2 // 64 * 64
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(F.linear(x, table[half:])))
-    thread.start()
-    first = F.linear(x, table[:half])
-    thread.join()
-    return torch.cat([first, *found], dim=-1)
-
-
 class PackedOps(Fused):
     """The head of a packed model: screened where only the best scores matter, else whole."""
 
-    def __init__(self, head: Packed | None, screen: Screen | None, halves: bool) -> None:
-        self.head, self.screen, self.halves = head, screen, halves
+    def __init__(self, head: Packed, screen: Screen | None) -> None:
+        self.head, self.screen = head, screen
 
     def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
         if top and self.screen is not None:
             screened = self.screen(x.flatten(0, -2), table, top)
             if screened is not None:
                 return screened.view(*x.shape[:-1], -1)
-        if self.head is None:
-            halves = self.halves and x.numel() == x.shape[-1]
-            return in_halves(x, table) if halves else super().unembedding(x, table)
         return self.head.product(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
@@ -387,8 +423,6 @@ def pack(model: GPT2, kind: str) -> None:
         raise ValueError(f"pack() takes a float32 model, this one is {model.wte.weight.dtype}")
     model.requires_grad_(False)
     head = (model.wte if model.lm_head is None else model.lm_head).weight
-    if kind == "exact":
-        head.data = head.data.clone()  # from the file's small pages to large ones
     # Of half the bytes or less, the whole head is as fast to read.
     screened = kind in ("exact", "float32") and whole_numbers_stay(head.shape[1])
     screen = Screen(head.detach()) if screened else None
@@ -398,10 +432,10 @@ def pack(model: GPT2, kind: str) -> None:
         packed_blocks.append(PackedBlock(cast("Block", blocks[0]), kind))
         del blocks[0]
     model.h = packed_blocks  # type: ignore[assignment]
-    packed_head = None if kind == "exact" else pack_matrix(head, None, kind)
-    row = torch.linspace(-1, 1, head.shape[1])[None]
-    halves = torch.get_num_threads() > 1 and torch.equal(in_halves(row, head), F.linear(row, head))
-    model.ops = PackedOps(packed_head, screen, halves)
+    packed_head = pack_matrix(head, None, kind)
+    if isinstance(packed_head, ExactHead):
+        head.data = packed_head.table
+    model.ops = PackedOps(packed_head, screen)
     model.state_dict = _refuse_to_save  # type: ignore[method-assign]
 
 

@@ -345,29 +345,32 @@ def _two_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_two_threads")
-def test_the_head_in_halves_has_the_bits_of_the_whole(tales: GPT2, text: torch.Tensor) -> None:
+def test_one_row_in_halves_has_the_bits_of_the_whole(tales: GPT2, text: torch.Tensor) -> None:
     model, caches = pack("exact"), [KVCache(tales.config, 1, 20) for _ in range(2)]
-    assert model.ops.halves  # type: ignore[union-attr]
+    matrices = [part for block in model.h for part in vars(block).values()]
+    head = model.ops.head  # type: ignore[union-attr]
+    exact = [part for part in (head, *matrices) if isinstance(part, packed.Exact)]
+    assert [part._halved for part in exact] == [True] * 25
     for token_id in text[0, :20].tolist():
         ours, whole = (
             m(torch.tensor([[token_id]]), cache=cache)
             for m, cache in zip((model, tales), caches, strict=True)
         )
         assert torch.equal(ours, whole)
-    assert torch.equal(model(text), tales(text))  # several rows are not halved
 
 
-@pytest.mark.usefixtures("_two_threads")
-def test_halves_of_other_bits_are_not_used(monkeypatch: pytest.MonkeyPatch, tales: GPT2) -> None:
-    ids = torch.tensor([[5]])
-    halves = packed.in_halves
-    monkeypatch.setattr(packed, "in_halves", lambda *args: halves(*args) * (1 + 2**-23))
-    model = pack("exact")
-    assert not model.ops.halves  # type: ignore[union-attr]
-    assert torch.equal(model(ids), tales(ids))
-    torch.set_num_threads(1)
-    monkeypatch.undo()
-    assert not pack("exact").ops.halves  # type: ignore[union-attr]
+@pytest.mark.parametrize("shape", [(192, 64), (2304, 768), (131, 32)])
+def test_halves_of_other_bits_are_not_used(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = random_matrix(*shape)
+    row = torch.randn(1, shape[1])
+    for name in ("bmm", "baddbmm"):
+        product = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, p=product: p(*args) * (1 + 2**-23))
+    for matrix in (packed.ExactLinear(weight, bias), packed.ExactHead(weight)):
+        assert not matrix._halved
+        assert torch.equal(matrix.product(row), matrix._whole(row))
 
 
 # --- The screen
