@@ -118,6 +118,17 @@ def test_a22_a_tied_model_is_stored_once_and_shared(tiny: GPT2, saved: Path) -> 
     assert theirs.lm_head.weight.data_ptr() == theirs.transformer.wte.weight.data_ptr()
 
 
+def test_a_head_of_its_own_is_saved_where_hugging_face_looks(
+    tmp_path: Path, random_ids: Draw
+) -> None:
+    untied = harsh_model(dataclasses.replace(TINY, tie_word_embeddings=False))
+    untied.save_pretrained(tmp_path)
+    assert "lm_head.weight" in load_file(tmp_path / WEIGHTS)
+    theirs, ids = GPT2LMHeadModel.from_pretrained(tmp_path).eval(), random_ids(2, 9)
+    with torch.inference_mode():
+        assert torch.equal(untied.eval()(ids), theirs(ids).logits)
+
+
 def test_a22_tied_from_the_head_alone(tiny: GPT2, saved: Path) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
