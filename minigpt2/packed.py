@@ -432,7 +432,8 @@ def pack(model: GPT2, kind: str) -> None:
         packed_blocks.append(PackedBlock(cast("Block", blocks[0]), kind))
         del blocks[0]
     model.h = packed_blocks  # type: ignore[assignment]
-    packed_head = pack_matrix(head, None, kind)
+    # Most of what 4 bits would cost, the head would: it gets 8.
+    packed_head = pack_matrix(head, None, "int8" if kind == "int4" else kind)
     if isinstance(packed_head, ExactHead):
         head.data = packed_head.table
     model.ops = PackedOps(packed_head, screen)
