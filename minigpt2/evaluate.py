@@ -359,7 +359,7 @@ HARNESS_FIELDS = {"activity_label": str, "ctx_a": str, "ctx_b": str}
 
 
 def read_text(path: Path) -> str:
-    """A file's text, unpacked if it is .xz or .gz.
+    """A file's text, unpacked if it is .xz or .gz, without a byte order mark.
 
     Raises:
         ValueError: it is not UTF-8, or not what its suffix says.
@@ -367,31 +367,35 @@ def read_text(path: Path) -> str:
     try:
         with OPENERS.get(path.suffix, open)(path, "rb") as file:
             content: bytes = file.read()
-        return content.decode("utf-8")
+        return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start}): convert it first") from None
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: damaged, or not {path.suffix} at all: {error}") from None
 
 
-def read_lines(path: Path, fields: dict[str, Any]) -> Iterator[Line]:
+def read_lines(path: Path, fields: dict[str, Any]) -> list[Line]:
     """The JSON objects of a file, each with "from", the place it came from.
 
     Raises:
         ValueError: a line is no object with these fields, or there is none.
     """
-    number = 0
-    for number, text in enumerate(filter(str.strip, read_text(path).splitlines()), start=1):
+    lines = []
+    # Not splitlines: JSON may hold U+2028 and U+0085 as they are.
+    for number, text in enumerate(read_text(path).split("\n"), start=1):
+        if not text.strip():
+            continue
         try:
             line = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
         for name, kind in fields.items():
             if not isinstance(line, dict) or not isinstance(line.get(name), kind):
                 raise ValueError(f'{path}: line {number} has no "{name}" of the right type')
-        yield line | {"from": f"{path}: line {number}"}
-    if number == 0:
+        lines.append(line | {"from": f"{path}: line {number}"})
+    if not lines:
         raise ValueError(f"{path}: empty")
+    return lines
 
 
 def read_files(args: argparse.Namespace) -> list[Any]:

@@ -303,6 +303,16 @@ def test_lambada_scores_last_word_and_last_token(
     assert result["last_token_acc_stderr"] == pytest.approx(math.sqrt(share * (1 - share) / 3))
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\x85four", "five\x1csix\x0c\x0b"]
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    lines[2] = '{"text": "five\\u001csix\\u000c\\u000b"}'
+    file = tmp_path / "l.jsonl"
+    for start, end in (("", "\n"), ("\ufeff", "\r\n"), ("\n \n", "\n\n")):
+        file.write_bytes((start + end.join(lines) + end).encode())
+        assert [line["text"] for line in evaluate.read_lines(file, {"text": str})] == texts
+
+
 QUESTIONS: list[dict[str, Any]] = [
     {"context": "The frog jumped", "choices": ["high", "into the deep well", "on"], "label": 1},
     {"context": "A wolf  ", "choices": ["ran away", "slept for a hundred years"], "label": 0},
@@ -396,8 +406,10 @@ def test_text_output_has_a_line_for_each_figure(
         ("perplexity", b"caf\xe9", "not UTF-8 (byte 3)"),
         ("lambada", b"", "empty"),
         ("lambada", b"{'text': 1}", "line 1 is not JSON"),
-        ("lambada", b'{"text": "a b"}\n\n{"text": 3}', 'line 2 has no "text" of the right type'),
+        ("lambada", b'{"text": "a b"}\n\n{"text": 3}', 'line 3 has no "text" of the right type'),
         ("lambada", b"[1]", 'line 1 has no "text"'),
+        ("lambada", b"[" * 100_000, "line 1 is not JSON"),
+        ("lambada", b"9" * 5_000, "line 1 is not JSON"),
         ("lambada", b'{"text": "word"}', "line 1"),
         ("choice", b'{"context": "a", "choices": ["b"], "label": 0}', "two answers or more"),
         ("choice", b'{"context": "a", "choices": ["b", "c"], "label": 2}', "label's number"),
