@@ -11,6 +11,7 @@ matter.
 
 from __future__ import annotations
 
+import abc
 import functools
 import warnings
 from collections.abc import Callable
@@ -25,14 +26,14 @@ from minigpt2.model import GPT2, Block, Mask
 from minigpt2.ops import Explicit, Fused, fused
 
 
-class Packed:
+class Packed(abc.ABC):
     """One matrix and its bias, whatever the weights are kept in."""
 
     n_bytes: int  # of memory held
 
+    @abc.abstractmethod
     def product(self, rows: Tensor) -> Tensor:
         """rows @ weight + bias: (N, in) float32 -> (N, out) float32."""
-        raise NotImplementedError
 
     def gelu(self, rows: Tensor) -> Tensor:
         """GELU, in its tanh form, of the product; in whatever dtype another product takes."""
@@ -55,11 +56,11 @@ class Exact(Packed):
         row = torch.randn(1, n_in, generator=torch.Generator().manual_seed(0))
         self._halved = torch.equal(self._in_halves(row), self._whole(row))
 
-    def _in_halves(self, row: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _in_halves(self, row: Tensor) -> Tensor: ...
 
-    def _whole(self, rows: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _whole(self, rows: Tensor) -> Tensor: ...
 
 
 class ExactLinear(Exact):
