@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import FORBIDDEN, NOT_NUMBERS, Processor, apply, processors
-from minigpt2.texts import Step, Texts, evaluating
+from minigpt2.sampling import FORBIDDEN, NOT_NUMBERS, apply
+from minigpt2.texts import Request, Step, Texts, evaluating
 
-IMPOSSIBLE = (
-    -1.0e9
-)  # added to a score that must not win; finite, since -inf times 0 is not a number
+# Added to a score that must not win; finite, since -inf times 0 is not a number.
+IMPOSSIBLE = -1.0e9
 
 
 @dataclasses.dataclass
@@ -47,16 +45,8 @@ def take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def beam_search(
-    model: GPT2,
-    token_ids: Tensor,
-    options: GenerationOptions,
-    attention_mask: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    user_processors: Sequence[Processor] = (),
-) -> tuple[Tensor, Tensor]:
-    """The num_return_sequences best continuations of each of (B, T) prompts; arguments as in
-    decode.
+def beam_search(request: Request) -> tuple[Tensor, Tensor]:
+    """The num_return_sequences best continuations of each of (B, T) prompts.
 
     Returns:
         (B * num_return_sequences, T + new) ids, shorter texts filled up behind, and their scores.
@@ -64,32 +54,27 @@ def beam_search(
     Raises:
         ValueError: as in decoding.decode.
     """
-    texts = Texts(model, token_ids, options, attention_mask)
-    with evaluating(model):
-        finished = _search(texts, options, generator, user_processors)
-    n = options.num_return_sequences
+    texts = Texts(request)
+    with evaluating(request.model):
+        finished = _search(texts, request.options, request.generator)
+    n = request.options.num_return_sequences
     longest = texts.T + int(finished.lengths[:, :n].max())
     return finished.ids[:, :n, :longest].flatten(0, 1), finished.scores[:, :n].flatten()
 
 
-def beam_steps(
-    model: GPT2,
-    token_ids: Tensor,
-    options: GenerationOptions,
-    attention_mask: Tensor | None = None,
-    generator: torch.Generator | None = None,
-    user_processors: Sequence[Processor] = (),
-) -> Iterator[Step]:
-    """The texts that beam search found, walked through token by token for their logits."""
-    found, _ = beam_search(model, token_ids, options, attention_mask, generator, user_processors)
-    T = token_ids.shape[1]
-    rows = torch.arange(len(token_ids)).repeat_interleave(options.num_return_sequences)
-    mask = None if attention_mask is None else attention_mask[rows]
-    texts = Texts(model, found[:, :T].clone(), options, mask)
+@torch.inference_mode()
+def beam_steps(request: Request) -> Iterator[Step]:
+    """The texts that beam search found, token by token; with all_logits they are read once more."""
+    found, _ = beam_search(request)
+    texts = Texts(request)
+    rows = torch.arange(len(request.token_ids), device=found.device)
+    texts.select(rows.repeat_interleave(request.options.num_return_sequences))
     finished = torch.zeros(len(found), dtype=torch.bool, device=found.device)
-    with evaluating(model):
-        for column in range(T, found.shape[1]):
-            with torch.inference_mode():
+    logits = torch.full((), -torch.inf, device=found.device)
+    logits = logits.expand(len(found), request.model.config.vocab_size)
+    with evaluating(request.model):
+        for column in range(texts.T, found.shape[1]):
+            if request.all_logits:
                 logits = texts.next_logits()
                 texts.append(found[:, column])
             finished = finished | torch.isin(found[:, column], found.new_tensor(texts.eos))
@@ -97,10 +82,7 @@ def beam_steps(
 
 
 def _search(
-    texts: Texts,
-    options: GenerationOptions,
-    generator: torch.Generator | None,
-    user_processors: Sequence[Processor],
+    texts: Texts, options: GenerationOptions, generator: torch.Generator | None
 ) -> Finished:
     B, K = len(texts.ids), options.num_beams
     finished = _nothing_finished(texts, options)
@@ -108,8 +90,7 @@ def _search(
         return finished
     logits = texts.next_logits().repeat_interleave(K, dim=0)  # (B * K, V): each prompt is read once
     texts.select(torch.arange(B, device=logits.device).repeat_interleave(K))
-    keep = len(texts.eos) + 1 if texts.eos else 2
-    rules = processors(options, texts.T, texts.pads, texts.eos, user_processors, keep)
+    rules = texts.rules(min_tokens_to_keep=len(texts.eos) + 1 if texts.eos else 2)
     running = torch.zeros(B, K, device=logits.device)  # sums of log-probabilities
     running[:, 1:] = IMPOSSIBLE  # the beams start alike: the first step chooses within one of them
     hopeful = torch.ones(B, 1, dtype=torch.bool, device=logits.device)  # running may beat finished

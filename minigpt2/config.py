@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 ACTIVATIONS = ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu")
@@ -37,7 +37,8 @@ class GPT2Config:
     layer_norm_epsilon: float = 1e-5
     scale_attn_weights: bool = True
     scale_attn_by_inverse_layer_idx: bool = False
-    # Guards float16 scores against overflow in training; it moves no logit beyond rounding.
+    # Accepted, without effect here: it guards float16 scores in training, and moves no logit beyond
+    # rounding.
     reorder_and_upcast_attn: bool = False
     tie_word_embeddings: bool = True
     embd_pdrop: float = 0.1  # the three dropout probabilities act in training mode only
@@ -47,10 +48,12 @@ class GPT2Config:
     eos_token_id: int | tuple[int, ...] | None = 50256
 
     def __post_init__(self) -> None:
+        if isinstance(self.eos_token_id, list):  # as JSON has it
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not _fits(value, str(field.type)):
-                need = NEEDS[str(field.type)]
+            fits, need = CHECKS[str(field.type)]
+            if not fits(value):
                 raise ValueError(f"{field.name} must be {need}, got {value!r}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} does not divide into n_head {self.n_head}")
@@ -77,10 +80,7 @@ class GPT2Config:
             if key in values and values[key] not in harmless:
                 raise ValueError(f"{key} {values[key]!r} is not implemented, only {harmless[0]!r}")
         names = {field.name for field in dataclasses.fields(cls)}
-        known: dict[str, Any] = {key: value for key, value in values.items() if key in names}
-        if isinstance(known.get("eos_token_id"), list):
-            known["eos_token_id"] = tuple(known["eos_token_id"])
-        return cls(**known)
+        return cls(**{key: value for key, value in values.items() if key in names})
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a config.json that transformers reads as the same model."""
@@ -88,30 +88,23 @@ class GPT2Config:
         return values | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 
 
+def _is_whole(value: object, lowest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, tuple) and all(_is_whole(token_id, 0) for token_id in value)
+
+
 # What a field of each type must be.
-NEEDS = {
-    "int": "a positive whole number",
-    "int | None": "a positive whole number or null",
-    "float": "a number from 0 to 1",
-    "bool": "true or false",
-    "str": f"one of {', '.join(ACTIVATIONS)}",
-    "int | tuple[int, ...] | None": "a token id, a list of them or null",
+CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (lambda v: _is_whole(v, 1), "a positive whole number"),
+    "int | None": (lambda v: v is None or _is_whole(v, 1), "a positive whole number or null"),
+    "float": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1"),
+    "bool": (lambda v: isinstance(v, bool), "true or false"),
+    "str": (lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
+    "int | tuple[int, ...] | None": (
+        lambda v: v is None or _is_whole(v, 0) or _are_ids(v),
+        "a token id, a list of them or null",
+    ),
 }
-
-
-def _fits(value: object, need: str) -> bool:
-    if need == "bool":
-        return isinstance(value, bool)
-    if need == "str":
-        return value in ACTIVATIONS
-    if value is None:
-        return "None" in need
-    if isinstance(value, tuple):
-        return "tuple" in need and all(
-            _fits(item, "int | tuple[int, ...] | None") for item in value
-        )
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    if need == "float":
-        return 0 <= value <= 1
-    return isinstance(value, int) and (value > 0 or "tuple" in need)

@@ -162,7 +162,6 @@ def _score(rows: Sequence[Request], model: GPT2) -> list[Score]:
     causal attention does not look."""
     import torch
 
-    from minigpt2.cache import KVCache
     from minigpt2.sampling import NOT_NUMBERS
 
     fed = [[*context, *continuation[:-1]] for context, continuation in rows]
@@ -174,7 +173,7 @@ def _score(rows: Sequence[Request], model: GPT2) -> list[Score]:
     if len(rows) == 1 or 2 * shared < longest:
         shared = 0  # not worth a pass of its own
     else:
-        cache = KVCache(model.config, 1, longest, weight.dtype, weight.device)
+        cache = model.new_cache(1, longest)
         model(torch.tensor([fed[0][:shared]], device=weight.device), cache=cache, logits_to_keep=1)
         cache.select(torch.zeros(len(rows), dtype=torch.long, device=weight.device))
     padded = [ids[shared:] + [0] * (longest - len(ids)) for ids in fed]

@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 
 PROG = "minigpt2.generate"
 SAMPLING = {"temperature", "top_k", "top_p", "min_p"}  # any of them turns sampling on
-EPILOG = r"""\ Greedy by default. Any of --do-sample, --temperature, --top-k, --top-p and --min-p
+EPILOG = """\
+Greedy by default. Any of --do-sample, --temperature, --top-k, --top-p and --min-p
 turns sampling on; scores pass through the repetition penalty, temperature, top-k, top-p and min-p
 in this order. Hugging Face's generate has a hidden top_k of 50 when it samples; here top-k is off
 unless asked for.
 
 Exit status: 0 fine, 1 failure, 2 wrong usage, 130 interrupted (the text so far stands), 141 the
-reader went away. """
+reader went away."""
 
 
 def build_parser() -> Parser:
@@ -62,7 +63,7 @@ def build_parser() -> Parser:
         action="store_true",
         help="draw tokens by their probability instead of taking the best",
     )
-    add("-t", "--temperature", type=float, help="below 1 bolder, above 1 wilder; 0 is greedy")
+    add("-t", "--temperature", type=float, help="below 1 safer, above 1 wilder; 0 is greedy")
     add("--top-k", type=int, help="draw from the k best tokens; 0 is off")
     add("--top-p", type=float, help="draw from the smallest set that holds this probability")
     add("--min-p", type=float, help="drop tokens below this share of the best one's probability")
@@ -90,7 +91,7 @@ def build_parser() -> Parser:
         type=int,
         metavar="N",
         help="guess N tokens from the text so far and verify them at once; faster where it "
-        "repeats; default: 10 with --fast and greedy decoding, else 0",
+        "repeats; default: 10 with --fast (not exact) and greedy decoding, else 0",
     )
     add("--assistant", metavar="MODEL", help="let a smaller model guess ahead, such as distilgpt2")
     add(
@@ -129,21 +130,19 @@ def build_parser() -> Parser:
     return parser
 
 
-def build_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of GenerationOptions that the flags set, checked.
+def build_options(args: argparse.Namespace) -> GenerationOptions:
+    """What the flags ask for.
 
     Raises:
         ValueError: one is out of range.
     """
     fields = {field.name for field in dataclasses.fields(GenerationOptions)}
     options = {k: v for k, v in vars(args).items() if k in fields and v is not None}
-    del options["num_return_sequences"]  # an argument of its own in stream_rows
     options["do_sample"] = args.do_sample or not options.keys().isdisjoint(SAMPLING)
     options["early_stopping"] = {"true": True, "false": False}.get(args.early_stopping, "never")
     if args.ignore_eos:
         options["eos_token_id"] = ()
-    GenerationOptions(num_return_sequences=args.num_return_sequences, **options)
-    return options
+    return GenerationOptions(**options)
 
 
 def check_usage(args: argparse.Namespace) -> None:
@@ -155,6 +154,8 @@ def check_usage(args: argparse.Namespace) -> None:
     check_fast(args)
     if "" in args.stop:
         raise ValueError("--stop must not be empty")
+    if args.assistant and args.prompt_lookup_num_tokens:
+        raise ValueError("--assistant guesses in place of --prompt-lookup: choose one")
     if (args.assistant or args.prompt_lookup_num_tokens) and (
         args.num_beams > 1 or args.num_return_sequences > 1
     ):
@@ -202,7 +203,7 @@ class Out:
 class Run:
     """One call: a loaded model, and what it gave out, for text, JSON and statistics."""
 
-    def __init__(self, args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> None:
+    def __init__(self, args: argparse.Namespace, prompt: str, options: GenerationOptions) -> None:
         name, folder = find_model(args, PROG)  # before torch, to refuse at once
 
         with importing():
@@ -221,7 +222,7 @@ class Run:
         self.token_ids = prompt_ids(self.tokenizer, ids)
         self.echo = self.tokenizer.decode(ids)
         self.revision = commit_of(folder)
-        self.samples = GenerationOptions(**options).samples
+        self.samples = options.samples
         self.seed = args.seed if args.seed is not None else random.SystemRandom().randrange(2**31)
         self.rows: list[list[TextStep]] = [[] for _ in range(args.num_return_sequences)]
         self.timing = {"load_s": time.perf_counter() - started}
@@ -231,20 +232,18 @@ class Run:
         import torch
 
         from minigpt2.streaming import stream_rows
+        from minigpt2.texts import Request
 
-        generator = torch.Generator(self.model.wte.weight.device).manual_seed(self.seed)
-        started = time.perf_counter()
-        for step in stream_rows(
+        device = self.model.wte.weight.device
+        request = Request(
             self.model,
-            self.tokenizer,
-            self.token_ids,
-            len(self.rows),
-            self.args.stop,
-            self.args.logprobs,
-            generator,
+            torch.tensor([self.token_ids], device=device),
+            self.options,
+            generator=torch.Generator(device).manual_seed(self.seed),
             assistant_model=self.assistant,
-            **self.options,
-        ):
+        )
+        started = time.perf_counter()
+        for step in stream_rows(request, self.tokenizer, self.args.stop, self.args.logprobs):
             self.timing.setdefault("first_token_s", time.perf_counter() - started)
             self.timing["generate_s"] = time.perf_counter() - started
             for row, text_step in step.items():
@@ -274,7 +273,7 @@ class Run:
             "token_ids": [step.token_id for step in steps],
             "finish_reason": self.finish_reason(row, interrupted),
             "settings": {
-                **dataclasses.asdict(GenerationOptions(**self.options)),
+                **dataclasses.asdict(self.options),
                 "seed": self.seed if self.samples else None,
                 "stop": self.args.stop,
                 "dtype": self.args.dtype,
@@ -338,7 +337,7 @@ def write_texts(run: Run, out: Out) -> None:
             out.write("---\n" + run.echo * run.args.echo + run.text(row))
 
 
-def work(args: argparse.Namespace, prompt: str, options: dict[str, Any]) -> int:
+def work(args: argparse.Namespace, prompt: str, options: GenerationOptions) -> int:
     run = Run(args, prompt, options)
     if not prompt:
         note(args, PROG, "empty prompt: starting from <|endoftext|>")

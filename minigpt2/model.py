@@ -231,6 +231,12 @@ class GPT2(nn.Module):
 
         save_pretrained(self, folder)
 
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for so many texts of at most so many tokens, in the model's dtype and on
+        its device."""
+        weight = self.wte.weight
+        return KVCache(self.config, batch_size, max_length, weight.dtype, weight.device)
+
     def pack(self, kind: str) -> None:
         """Repack the matrices for this CPU, once and for good: "float32", "bfloat16", "float16",
         "int8" or "int4"; "exact" leaves them, bit for bit, and screens the head alone."""

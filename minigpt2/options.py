@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from numbers import Integral, Real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,62 +40,40 @@ class GenerationOptions:
     num_assistant_tokens: int = 5  # how many tokens an assistant model guesses at once
     eos_token_id: int | Sequence[int] | None = None  # None: the model's; (): none
     pad_token_id: int | None = None  # fills rows that finished early; None: the first eos_token_id
-    context_overflow: str = (
-        "stop"  # past n_positions: stop; slide (the last n_positions tokens, recomputed); error
-    )
+    # Past n_positions: stop; slide (the last n_positions tokens, recomputed); error.
+    context_overflow: str = "stop"
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("max_new_tokens", 0),
-            ("min_new_tokens", 0),
-            ("top_k", 0),
-            ("no_repeat_ngram_size", 0),
-            ("num_return_sequences", 1),
-            ("num_beams", 1),
-            ("prompt_lookup_num_tokens", 0),
-            ("max_matching_ngram_size", 1),
-            ("num_assistant_tokens", 1),
-        ):
+        for name, lowest in LOWEST.items():
             value = getattr(self, name)
             if value is None and name == "prompt_lookup_num_tokens":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+            if not _is_whole(value, lowest):
                 raise ValueError(
                     f"{name} must be a whole number of at least {lowest}, got {value!r}"
                 )
-        for name, low, high in (
-            ("temperature", 0, 1e30),
-            ("top_p", 0, 1),
-            ("min_p", 0, 1),
-            ("repetition_penalty", 1e-30, 1e30),
-        ):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not low <= value <= high:
+            if not isinstance(value, Real) or not low <= float(value) <= high:
                 raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
-        power = self.length_penalty
-        if not isinstance(power, int | float) or not abs(power) <= 50:
-            raise ValueError(f"length_penalty must be a number from -50 to 50, got {power!r}")
         if not isinstance(self.do_sample, bool):
             raise ValueError(f"do_sample must be True or False, got {self.do_sample!r}")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(
-                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
-            )
-        if 1 < self.num_beams < self.num_return_sequences:
-            texts = f"num_return_sequences {self.num_return_sequences}"
-            raise ValueError(f"{texts} exceeds num_beams {self.num_beams}")
-        if self.context_overflow not in ("stop", "slide", "error"):
-            raise ValueError(
-                f"context_overflow must be stop, slide or error, got {self.context_overflow!r}"
-            )
+        early, overflow = self.early_stopping, self.context_overflow
+        if not isinstance(early, bool) and early != "never":
+            raise ValueError(f'early_stopping must be True, False or "never", got {early!r}')
+        if overflow not in ("stop", "slide", "error"):
+            raise ValueError(f"context_overflow must be stop, slide or error, got {overflow!r}")
         words, eos, pad = self.bad_words_ids, self.eos_token_id, self.pad_token_id
         listed = isinstance(words, list | tuple)
         if not listed or not all(word and _are_ids(word) for word in words):
             raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {words!r}")
-        if eos is not None and not _is_id(eos) and not _are_ids(eos):
+        if eos is not None and not _is_whole(eos, 0) and not _are_ids(eos):
             raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
-        if pad is not None and not _is_id(pad):
+        if pad is not None and not _is_whole(pad, 0):
             raise ValueError(f"pad_token_id must be a token id, got {pad!r}")
+        if 1 < self.num_beams < self.num_return_sequences:
+            texts = f"num_return_sequences {self.num_return_sequences}"
+            raise ValueError(f"{texts} exceeds num_beams {self.num_beams}")
 
     @property
     def samples(self) -> bool:
@@ -102,9 +81,30 @@ class GenerationOptions:
         return self.do_sample and self.temperature > 0
 
 
-def _is_id(value: object) -> bool:
-    return type(value) is int and value >= 0
+# Of the options that count something, and of those that are measured: what they may be.
+LOWEST = {
+    "max_new_tokens": 0,
+    "min_new_tokens": 0,
+    "top_k": 0,
+    "no_repeat_ngram_size": 0,
+    "num_return_sequences": 1,
+    "num_beams": 1,
+    "prompt_lookup_num_tokens": 0,
+    "max_matching_ngram_size": 1,
+    "num_assistant_tokens": 1,
+}
+RANGES = {
+    "temperature": (0, 1e30),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-30, 1e30),
+    "length_penalty": (-50, 50),
+}
+
+
+def _is_whole(value: object, lowest: int) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= lowest
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(_is_id, value))
+    return isinstance(value, list | tuple) and all(_is_whole(item, 0) for item in value)

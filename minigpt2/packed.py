@@ -69,7 +69,7 @@ class ExactLinear(Exact):
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         # (in, out), from the file's small pages to large ones
         self._weight = weight.T.clone(memory_format=torch.contiguous_format)
-        self._bias = bias.clone()
+        self._bias = bias
         self.n_bytes = weight.nbytes
         n_in, n_out = self._weight.shape
         if n_out % 2 == 0:
@@ -287,7 +287,7 @@ def works(kind: str, n_in: int) -> bool:
 def pack_matrix(weight: Tensor, bias: Tensor | None, kind: str) -> Packed:
     """An (out, in) matrix in the form `kind`, or in plain operations where its kernel fails."""
     weight = weight.detach().float()
-    bias = None if bias is None else bias.detach().float()
+    bias = None if bias is None else bias.detach().to(torch.float32, copy=True)
     if kind == "exact":
         return ExactHead(weight) if bias is None else ExactLinear(weight, bias)
     if kind == "int4" and weight.shape[1] % 32:
@@ -371,7 +371,9 @@ class PackedBlock:
         self.activation_function = mlp.activation_function
         # One kernel for the formula, unless every bit counts.
         self.gelu = kind != "exact" and mlp.activation_function in ("gelu_new", "gelu_pytorch_tanh")
-        self.ln_1, self.ln_2 = ((ln.weight, ln.bias, ln.epsilon) for ln in (block.ln_1, block.ln_2))
+        self.ln_1, self.ln_2 = (
+            (ln.weight.clone(), ln.bias.clone(), ln.epsilon) for ln in (block.ln_1, block.ln_2)
+        )
         self.c_attn, self.attn_c_proj, self.c_fc, self.mlp_c_proj = (
             pack_matrix(linear.weight.T, linear.bias, kind)
             for linear in (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
@@ -401,7 +403,7 @@ class PackedOps(Fused):
         self.head, self.screen = head, screen
 
     def unembedding(self, x: Tensor, table: Tensor, top: int = 0) -> Tensor:
-        if top and self.screen is not None:
+        if 0 < top < len(table) and self.screen is not None:
             screened = self.screen(x.flatten(0, -2), table, top)
             if screened is not None:
                 return screened.view(*x.shape[:-1], -1)
@@ -435,8 +437,10 @@ def pack(model: GPT2, kind: str) -> None:
     model.h = packed_blocks  # type: ignore[assignment]
     # Most of what 4 bits would cost, the head would: it gets 8.
     packed_head = pack_matrix(head, None, "int8" if kind == "int4" else kind)
-    if isinstance(packed_head, ExactHead):
-        head.data = packed_head.table
+    table = packed_head.table if isinstance(packed_head, ExactHead) else None
+    for parameter in model.parameters():  # a view of the file would keep all of it mapped
+        shared = parameter is head and table is not None
+        parameter.data = cast("Tensor", table) if shared else parameter.data.clone()
     model.ops = PackedOps(packed_head, screen)
     model.state_dict = _refuse_to_save  # type: ignore[method-assign]
 

@@ -18,9 +18,8 @@ from minigpt2.options import GenerationOptions
 NOT_NUMBERS = "the model's scores are not numbers: try it in float32"
 FORBIDDEN = "every token is forbidden: allow some of bad_words_ids or a larger no_repeat_ngram_size"
 
-Processor = Callable[
-    [Tensor, Tensor], Tensor
-]  # ids (B, S) of prompt and output so far, scores (B, V) -> scores
+# ids (B, S) of prompt and output so far, scores (B, V) -> scores
+Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def repetition_penalty(

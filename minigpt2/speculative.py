@@ -10,7 +10,7 @@ by a draw from what the guesser missed, max(0, p - q) (Leviathan et al. 2023, se
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
-from minigpt2.sampling import Processor, apply, deciding, pick, processors
-from minigpt2.texts import Step, Texts, evaluating
+from minigpt2.sampling import apply, deciding, pick
+from minigpt2.texts import Request, Step, Texts, evaluating
 
 # ids (1, S), k -> up to k guesses (1, n), and the probabilities (n, V) they were drawn from; None
 # where there was no draw, so that each was certain.
@@ -46,18 +46,12 @@ def lookup(ids: Tensor, k: int, longest: int) -> Tensor:
 class ModelGuesser:
     """Guesses of a smaller model with the same vocabulary, drawn under the same rules."""
 
-    def __init__(
-        self,
-        model: GPT2,
-        token_ids: Tensor,
-        options: GenerationOptions,
-        generator: torch.Generator | None,
-    ) -> None:
+    def __init__(self, request: Request, model: GPT2) -> None:
         # Sliding, as far as Texts is concerned: beyond its window the small model is not asked.
-        free = dataclasses.replace(options, context_overflow="slide")
-        self._texts = Texts(model, token_ids, free)
-        self._rules = processors(options, self._texts.T, None, self._texts.eos)
-        self._options, self._generator = options, generator
+        free = dataclasses.replace(request.options, context_overflow="slide")
+        self._texts = Texts(dataclasses.replace(request, model=model, options=free))
+        self._rules = self._texts.rules()
+        self._samples, self._generator = request.options.samples, request.generator
         self._window = model.config.n_positions
 
     def __call__(self, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -69,38 +63,30 @@ class ModelGuesser:
         for _ in range(min(k, self._window - ids.shape[1])):
             scores = apply(self._rules, texts.ids, texts.next_logits())
             probs.append(scores.softmax(dim=-1))
-            texts.append(pick(scores, self._options.samples, self._generator))
+            texts.append(pick(scores, self._samples, self._generator))
         guesses = texts.ids[:, ids.shape[1] :]
         return guesses, torch.cat(probs) if probs else guesses.new_zeros(0, 1).float()
 
 
 @torch.inference_mode()
-def speculate(
-    model: GPT2,
-    token_ids: Tensor,
-    options: GenerationOptions,
-    generator: torch.Generator | None = None,
-    user_processors: Sequence[Processor] = (),
-    assistant_model: GPT2 | None = None,
-    all_logits: bool = True,
-) -> Iterator[Step]:
+def speculate(request: Request) -> Iterator[Step]:
     """As decoding.decode for one (1, T) text, in fewer passes.
 
-    Each pass verifies num_assistant_tokens guesses of assistant_model, or without one
+    Each pass verifies num_assistant_tokens guesses of the assistant, or without one
     prompt_lookup_num_tokens from the text.
 
     Raises:
-        ValueError: as decode; more than one text; an assistant with another vocabulary.
+        ValueError: as decode; more than one text; both kinds of guesses; an assistant with another
+            vocabulary.
     """
-    _check(model, token_ids, options, assistant_model)
-    texts = Texts(model, token_ids, options)
-    rules = processors(options, texts.T, texts.pads, texts.eos, user_processors)
-    top = 0 if all_logits else deciding(options, user_processors)
-    guess = _guesser(token_ids, options, generator, assistant_model)
-    lookup_only = assistant_model is None
-    count = options.prompt_lookup_num_tokens or 0 if lookup_only else options.num_assistant_tokens
+    _check(request)
+    model, options, generator = request.model, request.options, request.generator
+    texts = Texts(request)
+    rules = texts.rules()
+    top = 0 if request.all_logits else deciding(options, request.processors)
+    guess, count = _guesser(request)
     made = 0
-    with evaluating(*filter(None, (model, assistant_model))):
+    with evaluating(*filter(None, (model, request.assistant_model))):
         while made < texts.steps:
             room = min(texts.steps - made - 1, model.config.n_positions - texts.ids.shape[1])
             guesses, q = guess(texts.ids, max(0, min(count, room)))
@@ -123,27 +109,31 @@ def speculate(
             texts.trim()
 
 
-def _check(
-    model: GPT2, token_ids: Tensor, options: GenerationOptions, assistant_model: GPT2 | None
-) -> None:
-    rows = len(token_ids) * options.num_return_sequences
+def _check(request: Request) -> None:
+    options, assistant = request.options, request.assistant_model
+    rows = len(request.token_ids) * options.num_return_sequences
     if rows != 1:
         raise ValueError(f"speculative decoding continues one text at a time, got {rows}")
-    if assistant_model is not None:
-        ours, theirs = model.config.vocab_size, assistant_model.config.vocab_size
+    if options.num_beams != 1:
+        raise ValueError(f"speculative decoding takes no num_beams, got {options.num_beams}")
+    if assistant is not None:
+        if options.prompt_lookup_num_tokens:
+            raise ValueError("guesses come from an assistant or from prompt lookup, not from both")
+        ours, theirs = request.model.config.vocab_size, assistant.config.vocab_size
         if ours != theirs:
             raise ValueError(f"the assistant's vocab_size {theirs} is not the model's {ours}")
 
 
-def _guesser(
-    token_ids: Tensor,
-    options: GenerationOptions,
-    generator: torch.Generator | None,
-    assistant_model: GPT2 | None,
-) -> Guesser:
-    if assistant_model is not None:
-        return ModelGuesser(assistant_model, token_ids, options, generator)
-    return lambda ids, k: (lookup(ids, k, options.max_matching_ngram_size), None)
+def _guesser(request: Request) -> tuple[Guesser, int]:
+    """What guesses, and how many tokens at once."""
+    options = request.options
+    if request.assistant_model is not None:
+        return ModelGuesser(request, request.assistant_model), options.num_assistant_tokens
+
+    def from_the_text(ids: Tensor, k: int) -> tuple[Tensor, None]:
+        return lookup(ids, k, options.max_matching_ngram_size), None
+
+    return from_the_text, options.prompt_lookup_num_tokens or 0
 
 
 def _judge(

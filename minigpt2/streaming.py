@@ -13,7 +13,7 @@ from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, forbid
-from minigpt2.texts import Step
+from minigpt2.texts import Request, Step
 from minigpt2.tokenizer import StreamDecoder, Tokenizer
 
 
@@ -36,11 +36,11 @@ class TextStep:
 class TextBuilder:
     """Token ids -> text that is safe to show."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
+    def __init__(self, tokenizer: Tokenizer, stop: str | Sequence[str] = ()) -> None:
+        self._stop = [stop] if isinstance(stop, str) else stop
+        if "" in self._stop:
             raise ValueError("a stop string must not be empty")
         self._decoder = StreamDecoder(tokenizer)
-        self._stop = stop
         self._held = ""  # decoded, but possibly the start of a stop string
         self.stopped = False
 
@@ -74,7 +74,7 @@ def stream(
     tokenizer: Tokenizer,
     prompt: str | Sequence[int],
     *,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     top_logprobs: int | None = 0,
     generator: torch.Generator | None = None,
     processors: Sequence[Processor] = (),
@@ -90,54 +90,43 @@ def stream(
             follows is given out. The prompt does not count.
         top_logprobs: how many alternatives to report with each token; None reports no
             log-probabilities at all, which a packed model can make use of.
-        generator, processors, assistant_model: as in decoding.decode.
+        generator, processors, assistant_model: as in texts.Request.
         options: the fields of GenerationOptions, num_return_sequences excepted. With num_beams
             above 1 nothing is given out before the search has ended.
 
     Raises:
-        ValueError: as in decoding.decode; an empty stop string.
+        ValueError: as in decoding.decode; an empty stop string; several texts are asked for.
     """
-    rows = stream_rows(
-        model,
-        tokenizer,
-        prompt,
-        1,
-        stop,
-        top_logprobs,
-        generator,
-        processors,
-        assistant_model,
-        **options,
-    )
-    for step in rows:
-        yield from step.values()
+    ids = torch.tensor([prompt_ids(tokenizer, prompt)], device=model.wte.weight.device)
+    chosen = GenerationOptions(**options)
+    if chosen.num_return_sequences != 1:
+        raise ValueError("stream() gives out one text: call it for each, or use generate()")
+    request = Request(model, ids, chosen, None, generator, processors, assistant_model)
+    for step in stream_rows(request, tokenizer, stop, top_logprobs):
+        yield step[0]
 
 
 def stream_rows(
-    model: GPT2,
+    request: Request,
     tokenizer: Tokenizer,
-    prompt: str | Sequence[int],
-    n: int,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     top_logprobs: int | None = 0,
-    generator: torch.Generator | None = None,
-    processors: Sequence[Processor] = (),
-    assistant_model: GPT2 | None = None,
-    **options: Any,
 ) -> Iterator[dict[int, TextStep]]:
-    """As `stream`, for n continuations at once: each step's {row: TextStep}, without the rows that
-    have ended."""
-    ids = prompt_ids(tokenizer, prompt)
-    chosen = GenerationOptions(num_return_sequences=n, **options)
-    builders = [TextBuilder(tokenizer, stop) for _ in range(n)]
+    """As `stream`, for all continuations of a request at once: each step's {row: TextStep}, without
+    the rows that have ended."""
+    builders = [
+        TextBuilder(tokenizer, stop)
+        for _ in range(len(request.token_ids) * request.options.num_return_sequences)
+    ]
     running = dict(enumerate(builders))
     # A model's vocabulary that was rounded up for speed has ids that no text can hold.
-    unused = tokenizer.unused_ids(model.config.vocab_size)
-    rules = [*processors, lambda _, scores: forbid(scores, unused)] if unused else processors
-    prompt_tensor = torch.tensor([ids], device=model.wte.weight.device)
+    unused = tokenizer.unused_ids(request.model.config.vocab_size)
+    rules = [*request.processors, lambda _, scores: forbid(scores, unused)]
     asked = top_logprobs is not None
-    steps = decode(model, prompt_tensor, chosen, None, generator, rules, assistant_model, asked)
-    for step in steps:
+    request = dataclasses.replace(
+        request, processors=rules if unused else request.processors, all_logits=asked
+    )
+    for step in decode(request):
         log_probs = step.logits.log_softmax(dim=-1) if asked else None
         rows = {
             row: _text_step(builder, step, row, log_probs, top_logprobs or 0)

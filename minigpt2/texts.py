@@ -7,12 +7,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minigpt2.cache import KVCache
 from minigpt2.model import GPT2, positions
 from minigpt2.options import GenerationOptions
+from minigpt2.sampling import Processor, processors
 
 
 @contextlib.contextmanager
@@ -28,6 +28,24 @@ def evaluating(*models: GPT2) -> Iterator[None]:
             model.train(was_training)
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be continued, and how."""
+
+    model: GPT2
+    token_ids: Tensor  # (B, T)
+    options: GenerationOptions
+    # (B, T), 0 where left padding stands. By default there is none, unless pad_token_id is given,
+    # is not an end of text, and occurs in token_ids (Hugging Face's rule).
+    attention_mask: Tensor | None = None
+    generator: torch.Generator | None = None  # the source of chance; None: PyTorch's global one
+    # The caller's own rules, applied after the penalties and before temperature.
+    processors: Sequence[Processor] = ()
+    assistant_model: GPT2 | None = None  # a smaller one with the same vocabulary guesses ahead
+    # False where nobody reads Step.logits: they may then be -inf for any token, and cost less.
+    all_logits: bool = True
+
+
 @dataclasses.dataclass
 class Step:
     """One token for every row of the batch."""
@@ -39,30 +57,27 @@ class Step:
 
 
 class Texts:
-    """The texts under way, row by row: ids, padding mask and cache, which grow and move together.
+    """The texts under way, row by row: ids, left padding and cache, which move together.
 
     ids: (B, S) prompt and output so far. T: the prompt's length, padding included. steps: how many
     tokens may follow. eos: the ids that end a text. pads: (B,) left-padding counts, None without.
     """
 
-    def __init__(
-        self,
-        model: GPT2,
-        token_ids: Tensor,
-        options: GenerationOptions,
-        attention_mask: Tensor | None = None,
-    ) -> None:
-        self.steps = _count_steps(model, token_ids, options)
+    def __init__(self, request: Request) -> None:
+        model, options = request.model, request.options
+        self.steps = _count_steps(model, request.token_ids, options)
         self.eos = _end_ids(model, options)
         _check_vocabulary(model.config.vocab_size, options)
-        self.ids = token_ids
-        self.T = token_ids.shape[1]
-        self._model = model
-        self._mask = _left_padding(token_ids, attention_mask, options, self.eos)  # (B, S)
-        self.pads = None if self._mask is None else (self._mask == 0).sum(dim=1)
-        room = min(self.T + self.steps, model.config.n_positions)
-        weight = model.wte.weight
-        self._cache = KVCache(model.config, len(token_ids), room, weight.dtype, weight.device)
+        self.ids = request.token_ids
+        B, self.T = self.ids.shape
+        self.pads = _left_padding(request, self.eos)
+        self._request = request
+        self._cache = model.new_cache(B, min(self.T + self.steps, model.config.n_positions))
+
+    def rules(self, min_tokens_to_keep: int = 1) -> list[Processor]:
+        """What the options and the caller do to the scores of these rows; see sampling."""
+        options, own = self._request.options, self._request.processors
+        return processors(options, self.T, self.pads, self.eos, own, min_tokens_to_keep)
 
     def next_logits(self, top: int = 0) -> Tensor:
         """Feed what the cache has not seen; the (B, V) float32 logits of the token that follows.
@@ -72,24 +87,26 @@ class Texts:
     def logits_after(self, guesses: Tensor, top: int = 0) -> Tensor:
         """The logits of what follows the text, and the text and one, two, ... of (B, n) guesses:
         (B, 1 + n, V). Those of the guesses that are not appended have to be trimmed."""
-        window = self._model.config.n_positions
-        ids, mask, past = torch.cat([self.ids, guesses], dim=1), self._mask, self._cache.length
+        model, past = self._request.model, self._cache.length
+        ids = torch.cat([self.ids, guesses], dim=1)
+        S, window = ids.shape[1], model.config.n_positions
+        mask = None  # (B, S)
+        if self.pads is not None:
+            mask = torch.arange(S, device=ids.device) >= self.pads[:, None]
         cache: KVCache | None = self._cache
-        if ids.shape[1] > window:
+        if S > window:
             # Positions are learned and baked into the cached keys: with the oldest dropped, the
             # rest would lie at the wrong ones. So the window is read anew.
             ids, past, cache = ids[:, -window:], 0, None
             mask = None if mask is None else mask[:, -window:]
         position_ids = None if mask is None else positions(mask)[:, past:]
         keep = 1 + guesses.shape[1]
-        logits: Tensor = self._model(ids[:, past:], mask, position_ids, cache, keep, top)
+        logits: Tensor = model(ids[:, past:], mask, position_ids, cache, keep, top)
         return logits.float()
 
     def append(self, token_ids: Tensor) -> None:
         """One more token, (B,), to every text."""
         self.ids = torch.cat([self.ids, token_ids[:, None]], dim=1)
-        if self._mask is not None:
-            self._mask = F.pad(self._mask, (0, 1), value=1)
 
     def trim(self) -> None:
         """Forget what is cached beyond the text, whose last token is yet to be fed."""
@@ -99,8 +116,7 @@ class Texts:
         """Row i goes on from what row rows[i] was."""
         self.ids = self.ids[rows]
         self._cache.select(rows)
-        if self._mask is not None and self.pads is not None:
-            self._mask, self.pads = self._mask[rows], self.pads[rows]
+        self.pads = None if self.pads is None else self.pads[rows]
 
 
 def _count_steps(model: GPT2, token_ids: Tensor, options: GenerationOptions) -> int:
@@ -133,27 +149,25 @@ def _check_vocabulary(vocab_size: int, options: GenerationOptions) -> None:
 def _end_ids(model: GPT2, options: GenerationOptions) -> list[int]:
     """The ids that end a text; one that is no token of the model's can never come up."""
     ids = options.eos_token_id if options.eos_token_id is not None else model.config.eos_token_ids
-    listed = [ids] if isinstance(ids, int) else list(ids)
+    listed = list(ids) if isinstance(ids, Sequence) else [ids]
     return [token_id for token_id in listed if token_id < model.config.vocab_size]
 
 
-def _left_padding(
-    token_ids: Tensor, attention_mask: Tensor | None, options: GenerationOptions, eos: Sequence[int]
-) -> Tensor | None:
-    """The (B, T) mask in force, None where nothing is padded."""
-    pad = options.pad_token_id
-    if attention_mask is None and pad is not None and pad not in eos:
-        attention_mask = (token_ids != pad).long()
-    if attention_mask is None:
+def _left_padding(request: Request, eos: Sequence[int]) -> Tensor | None:
+    """(B,): how many tokens of padding each row begins with; None where nothing is padded."""
+    token_ids, mask, pad = request.token_ids, request.attention_mask, request.options.pad_token_id
+    if mask is None and pad is not None and pad not in eos:
+        mask = token_ids != pad
+    if mask is None:
         return None
-    if attention_mask.shape != token_ids.shape:
-        have, need = tuple(attention_mask.shape), tuple(token_ids.shape)
+    if mask.shape != token_ids.shape:
+        have, need = tuple(mask.shape), tuple(token_ids.shape)
         raise ValueError(f"attention_mask is {have}, token_ids are {need}: they must be the same")
-    if attention_mask.all():
+    if mask.all():
         return None
-    mask = (attention_mask != 0).long()
+    mask = (mask != 0).long()
     if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
         raise ValueError(
             "attention_mask must be 0s, then 1s, in every row: pad prompts on the left"
         )
-    return mask
+    return (mask == 0).sum(dim=1)

@@ -7,6 +7,7 @@ import codecs
 import functools
 import hashlib
 import itertools
+import operator
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,13 +16,12 @@ from typing import Any
 import tiktoken
 from tiktoken_ext.openai_public import r50k_pat_str  # type: ignore[import-untyped]
 
-from minigpt2.hub import CheckpointError, read_json, read_text
+from minigpt2.hub import OFFICIAL, CheckpointError, find, read_json, read_text
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_BPE = Path(__file__).parent / "data" / "vocab.bpe"
-VOCAB_BPE_SHA256 = (
-    "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"  # tiktoken pins the same
-)
+# tiktoken pins the same.
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 # The pattern's \s, spelled out because Python's \s is a larger set. tiktoken's regex gives up
 # inside a run of a million, so long runs are cut before it sees them.
@@ -56,17 +56,28 @@ class Tokenizer:
         return sorted(self._bytes)
 
     @classmethod
-    def from_pretrained(cls, name_or_folder: str | Path = "gpt2") -> Tokenizer:
+    def from_pretrained(
+        cls,
+        name_or_folder: str | Path = "gpt2",
+        revision: str | None = None,
+        local_files_only: bool = False,
+    ) -> Tokenizer:
         """The tokenizer of a checkpoint.
 
         A folder's own vocab.json and merges.txt (or tokenizer.json) are used where it has them.
-        Everything else speaks GPT-2's vocabulary, which is in the package: no network.
+        Everything else speaks GPT-2's vocabulary, which is in the package: for gpt2 and its
+        siblings nothing is downloaded.
+
+        Args:
+            name_or_folder, revision, local_files_only: as in hub.find.
 
         Raises:
-            CheckpointError: the vocabulary files are damaged, are not a byte-level BPE like
-                GPT-2's, or one of the pair is missing; the message names the file.
+            CheckpointError: the checkpoint cannot be found, or its vocabulary files are damaged,
+                are not a byte-level BPE like GPT-2's, or one of the pair is missing.
         """
-        folder = Path(name_or_folder)
+        if str(name_or_folder) in (*OFFICIAL, "tales"):
+            return _gpt2()
+        folder = find(name_or_folder, revision, local_files_only)
         pair = (folder / "vocab.json", folder / "merges.txt")
         missing = [path for path in pair if not path.is_file()]
         if not missing:
@@ -111,7 +122,7 @@ class Tokenizer:
             ValueError: no such id.
         """
         try:
-            return self._bytes[token_id]
+            return self._bytes[operator.index(token_id)]
         except KeyError:
             raise ValueError(
                 f"token id {token_id} is not in the vocabulary 0..{self.n_vocab - 1}"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import linecache
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from minigpt2.decoding import decode
 from minigpt2.model import GPT2
 from minigpt2.ops import Explicit, explicit
 from minigpt2.options import GenerationOptions
+from minigpt2.packed import PackedOps
 from minigpt2.sampling import NOT_NUMBERS
 from minigpt2.streaming import prompt_ids
-from minigpt2.texts import evaluating
+from minigpt2.texts import Request, evaluating
 from minigpt2.tokenizer import Tokenizer
 
 LENS_TOKENS = 5  # how many of each layer's best tokens the logit lens keeps
@@ -170,8 +171,10 @@ def explain(
         special: whether <|endoftext|> in the text is the special token.
 
     Raises:
-        ValueError: more tokens than n_positions, or an id outside the vocabulary.
+        ValueError: more tokens than n_positions, an id outside the vocabulary, or a packed model.
     """
+    if isinstance(model.ops, PackedOps):
+        raise ValueError("explain() looks into the plain network: call it before pack()")
     given = tokenizer.encode(text, special) if isinstance(text, str) else text
     ids = prompt_ids(tokenizer, given)
     window = model.config.n_positions
@@ -226,7 +229,7 @@ def _lens(model: GPT2, residual: list[Tensor], logits: Tensor) -> tuple[dict[str
 
 def _greedy_path(model: GPT2, token_ids: Tensor, steps: int) -> list[PathStep]:
     path = []
-    for step in decode(model, token_ids, GenerationOptions(max_new_tokens=steps)):
+    for step in decode(Request(model, token_ids, GenerationOptions(max_new_tokens=steps))):
         best = step.logits[0].softmax(dim=-1).topk(min(PATH_TOKENS, step.logits.shape[-1]))
         candidates = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         # topk may order equal scores otherwise than argmax, which is what was taken.
@@ -253,6 +256,5 @@ def _calling_line() -> str:
             network.LayerNorm,
             network.Embedding,
         ):
-            source = Path(code.co_filename).read_text(encoding="utf-8").splitlines()
-            return f"model.py:{number}  {source[number - 1].strip()}"
+            return f"model.py:{number}  {linecache.getline(code.co_filename, number).strip()}"
     return "called from outside model.py"

@@ -31,7 +31,7 @@ from benchmark_train import train_speed
 from parity import SIZES, harsh_model
 from peers import PEERS, prepare
 
-from minigpt2 import GPT2, KVCache, Tokenizer
+from minigpt2 import GPT2, Tokenizer
 from minigpt2.packed import KINDS
 
 ROOT = Path(__file__).parents[1]
@@ -317,7 +317,7 @@ def accuracy(n_texts: int = 8) -> str:
         agree = float((got.argmax(-1) == expected.argmax(-1)).double().mean())
         ratio = perplexity(log_q) / perplexity(log_p) - 1
         # One row at a time takes other kernels than several at once.
-        cache = KVCache(packed.config, 1, 40)
+        cache = packed.new_cache(1, 40)
         alone = torch.cat([packed(ids[:1, n : n + 1], cache=cache) for n in range(40)], dim=1)
         apart = float((alone - got[:1, :40]).norm() / got[:1, :40].norm())
         shares = [f"{100 * agree:.1f} %", f"{100 * ratio:+.2f} %"]

@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt2 import GPT2, KVCache, Tokenizer
+from minigpt2 import GPT2, Tokenizer
 from minigpt2.decoding import decode
 from minigpt2.hub import OFFICIAL, CheckpointError, find, sha256
 from minigpt2.ops import Explicit, next_token_loss
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, repetition_penalty
+from minigpt2.texts import Request
 from minigpt2.tokenizer import VOCAB_BPE
 
 FOLDER = Path(__file__).parent.parent / "tests" / "facts"
@@ -392,7 +393,7 @@ def check_log_probs(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> dict[str, 
     """Greedy new tokens, and the log-probabilities of the first ones, as many as are recorded."""
     ids, mask = left_padded(fact, model, tokenizer)
     options = GenerationOptions(max_new_tokens=fact.input["max_new_tokens"])
-    steps = list(decode(model, ids, options, mask))
+    steps = list(decode(Request(model, ids, options, mask)))
     new = torch.stack([step.token_ids for step in steps], dim=1)  # (B, n)
     all_log_probs = torch.stack([step.logits.log_softmax(dim=-1) for step in steps], dim=1)
     log_probs = all_log_probs.gather(-1, new.unsqueeze(-1)).squeeze(-1)  # (B, n)
@@ -478,8 +479,8 @@ def check_causal(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> bool:
 def check_cache(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> bool:
     """As check_causal; and one more token leaves the keys and values of the others as they are."""
     ids = ids_of(fact, model, tokenizer)
-    T, weight = ids.shape[1], model.wte.weight
-    short, long = (KVCache(model.config, 1, n, weight.dtype, weight.device) for n in (T - 1, T))
+    T = ids.shape[1]
+    short, long = (model.new_cache(1, n) for n in (T - 1, T))
     model(ids[:, :-1], cache=short)
     model(ids, cache=long)
     same = all(

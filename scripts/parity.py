@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, GPT2LMHeadModel
 
-from minigpt2 import GPT2, GPT2Config, KVCache
+from minigpt2 import GPT2, GPT2Config
 from minigpt2.hub import OFFICIAL, CheckpointError, find
 from minigpt2.model import positions
 from minigpt2.ops import explicit, fused, next_token_loss
@@ -166,8 +166,7 @@ def cached(
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Half the ids as a prompt, then one by one, then the last four together onto the cache."""
     T = token_ids.shape[1]
-    weight = ours.wte.weight
-    cache = KVCache(ours.config, len(token_ids), T, weight.dtype, weight.device)
+    cache = ours.new_cache(len(token_ids), T)
     theirs_cache = DynamicCache()
     steps: list[tuple[Tensor, Tensor]] = []
     edges = [0, T // 2, *range(T // 2 + 1, T - 4 + 1), T]

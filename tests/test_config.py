@@ -54,6 +54,7 @@ def test_round_trip_through_json(tmp_path: Path) -> None:
 )
 def test_eos_token_id_null_one_or_a_list(ids: object, expected: tuple[int, ...]) -> None:
     assert GPT2Config.from_dict({"eos_token_id": ids}).eos_token_ids == expected
+    assert GPT2Config(eos_token_id=ids).eos_token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,9 @@ def test_fractions(name: str, value: object) -> None:
         ("eos_token_id", "x"),
         ("eos_token_id", [1, "x"]),
         ("eos_token_id", -1.5),
+        ("eos_token_id", [None]),
+        ("eos_token_id", [[1]]),
+        ("eos_token_id", [True]),
         ("vocab_size", None),
     ],
 )

@@ -16,6 +16,7 @@ from minigpt2 import GPT2, KVCache
 from minigpt2.beam import beam_search
 from minigpt2.decoding import decode
 from minigpt2.options import GenerationOptions
+from minigpt2.texts import Request
 
 Draw = Callable[..., torch.Tensor]
 
@@ -196,7 +197,7 @@ def test_a34_generate_restores_the_mode(tiny: GPT2) -> None:
         model.eval()
         model.generate(ids, max_new_tokens=5, **options)
         assert not model.training
-    steps = decode(model.train(), ids, GenerationOptions(eos_token_id=()))
+    steps = decode(Request(model.train(), ids, GenerationOptions(eos_token_id=())))
     next(steps)
     assert not model.training
     steps.close()  # the caller has enough
@@ -215,24 +216,23 @@ def test_a11_beams_carry_their_own_cache(tiny: GPT2, random_ids: Draw) -> None:
     options = GenerationOptions(
         max_new_tokens=8, num_beams=3, num_return_sequences=3, eos_token_id=()
     )
-    sequences, scores = beam_search(tiny, ids, options)
+    sequences, scores = beam_search(Request(tiny, ids, options))
     for sequence, score in zip(sequences, scores, strict=True):
         with torch.no_grad():
             log_probs = tiny(sequence[None, :-1])[0, 3:].log_softmax(-1)
         total = log_probs.gather(1, sequence[4:, None]).sum()
         assert score.item() == pytest.approx(total.item() / 8, abs=1e-4)
     for row in range(2):
-        single, _ = beam_search(tiny, ids[row : row + 1], options)
+        single, _ = beam_search(Request(tiny, ids[row : row + 1], options))
         assert torch.equal(single, sequences[3 * row : 3 * row + 3])
 
 
-class Scripted(torch.nn.Module):
+class Scripted(GPT2):
     """A model of 6 tokens whose next-token probabilities after each text are written down."""
 
     def __init__(self, table: dict[tuple[int, ...], list[float]]) -> None:
-        super().__init__()
-        self.config, self.table = SIZES["tiny"], table
-        self.wte = torch.nn.Embedding(1, 1)
+        super().__init__(SIZES["tiny"])
+        self.table = table
         self.seen: torch.Tensor | None = None
 
     def forward(
@@ -293,7 +293,7 @@ def test_a12_length_counts_new_tokens_and_the_end(
         early_stopping="never",
     )
     prompt = torch.zeros(1, 10, dtype=torch.long)
-    sequences, scores = beam_search(a12_model(), prompt, options)  # type: ignore[arg-type]
+    sequences, scores = beam_search(Request(a12_model(), prompt, options))
     assert sequences[0, 10:].tolist() == winner
     assert scores[0].item() == pytest.approx(score, abs=1e-5)
 
@@ -317,7 +317,7 @@ def test_early_stopping_settings_differ_as_documented() -> None:
         options = GenerationOptions(
             max_new_tokens=8, num_beams=2, eos_token_id=5, length_penalty=2.0, early_stopping=early
         )
-        sequences, _ = beam_search(model, prompt, options)  # type: ignore[arg-type]
+        sequences, _ = beam_search(Request(model, prompt, options))
         lengths[early] = (len(calls), sequences[0, 10:].tolist())
     assert lengths[True] == (2, [1, 5])
     assert lengths["never"][1] == [1, 3, 4, 5]
@@ -342,7 +342,7 @@ def test_never_stopping_early_reckons_with_the_present_length_where_long_texts_l
         early_stopping="never",
     )
     prompt = torch.zeros(1, 10, dtype=torch.long)
-    sequences, scores = beam_search(Scripted(table), prompt, options)  # type: ignore[arg-type]
+    sequences, scores = beam_search(Request(Scripted(table), prompt, options))
     assert sequences[:, 10:].tolist() == [[5, 5, 5], [1, 3, 5]]
     expected = [math.log(0.3), 3 * math.log(0.4 * 0.9 * 0.999)]
     assert scores.tolist() == pytest.approx(expected, abs=1e-4)
@@ -373,7 +373,9 @@ def test_the_logits_of_beams_are_those_of_the_text_without_its_padding(
     ids, options = random_ids(1, 5), GenerationOptions(max_new_tokens=4, num_beams=3)
     padded = torch.cat([random_ids(1, 3, seed=1), ids], dim=1)
     mask = torch.tensor([[0] * 3 + [1] * 5])
-    alone, beside = decode(tiny, ids, options), decode(tiny, padded, options, mask)
+    alone, beside = (
+        decode(Request(tiny, *rest)) for rest in ((ids, options), (padded, options, mask))
+    )
     for right, step in zip(alone, beside, strict=True):
         assert torch.equal(step.token_ids, right.token_ids)
         torch.testing.assert_close(step.logits, right.logits, rtol=0, atol=1e-4)
@@ -458,5 +460,5 @@ def test_a_rule_of_ones_own_comes_before_temperature(tiny: GPT2) -> None:
 
 def test_scores_are_float32_whatever_the_models_dtype() -> None:
     model = harsh_model(SIZES["tiny"]).to(torch.bfloat16)
-    step = next(decode(model, torch.tensor([[1, 2]]), GenerationOptions()))
+    step = next(decode(Request(model, torch.tensor([[1, 2]]), GenerationOptions())))
     assert step.logits.dtype == torch.float32

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,11 @@ from parity import harsh_model
 from minigpt2 import GPT2Config, generate
 
 V = 199
-MODEL = harsh_model(GPT2Config(vocab_size=V, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+SHAPE = GPT2Config(vocab_size=V, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+MODELS = {kind: harsh_model(SHAPE) for kind in (None, "exact", "int8")}
+for kind, model in MODELS.items():
+    if kind:
+        model.pack(kind)
 SMALL = harsh_model(GPT2Config(vocab_size=V, n_positions=8, n_embd=8, n_layer=1, n_head=2))
 
 # Values that are fine by themselves, and values that never are.
@@ -23,22 +28,22 @@ GOOD: dict[str, list[Any]] = {
     "max_new_tokens": [0, 1, 3, 7, 12],
     "min_new_tokens": [0, 2, 100],
     "do_sample": [False, True],
-    "temperature": [0, 1e-40, 1e-30, 1e-3, 0.7, 1, 3.5, 1e30],
-    "top_k": [0, 1, 5, V, 10**9],
+    "temperature": [0, 1e-40, 1e-30, 1e-3, np.float32(0.7), 1, 3.5, 1e30],
+    "top_k": [0, 1, np.int64(5), V, 10**9],
     "top_p": [0, 1e-9, 0.5, 1],
     "min_p": [0, 0.1, 1],
     "repetition_penalty": [1e-30, 0.5, 1, 1.5, 1e30],
     "no_repeat_ngram_size": [0, 1, 2, 50],
     "bad_words_ids": [[], [[3]], [[0, 1], [7, 7, 7]], [[5]] * 3],
     "num_return_sequences": [1, 2, 3],
-    "num_beams": [1, 2, 3, 5],
+    "num_beams": [1, 2, np.int64(3), 5],
     "length_penalty": [-50, -1, 0, 1.0, 50],
     "early_stopping": [True, False, "never"],
     "prompt_lookup_num_tokens": [None, 0, 3],
     "max_matching_ngram_size": [1, 4],
     "num_assistant_tokens": [1, 6],
-    "eos_token_id": [None, (), 7, [7, 8, 9], 10**6],
-    "pad_token_id": [None, 0, 7],
+    "eos_token_id": [None, (), np.int64(7), [7, 8, 9], 10**6],
+    "pad_token_id": [None, 0, np.int64(7)],
     "context_overflow": ["stop", "slide", "error"],
 }
 COUNT, NUMBER = [-1, 1.0, "1", None, True, [1]], [-1, math.nan, math.inf, "1", None, [1.0]]
@@ -67,25 +72,30 @@ BAD: dict[str, list[Any]] = {
 def contradiction(options: dict[str, Any], T: int, assisted: bool) -> bool:
     """Whether good values exclude each other."""
     beams, rows = options.get("num_beams", 1), options.get("num_return_sequences", 1)
-    guesses = assisted or (options.get("prompt_lookup_num_tokens") or 0) > 0
+    lookup = (options.get("prompt_lookup_num_tokens") or 0) > 0
+    guesses = assisted or lookup
     strict = options.get("context_overflow") == "error"
     return (
         1 < beams < rows
         or (guesses and (beams > 1 or rows > 1))
+        or (assisted and lookup)
         or (strict and T + options.get("max_new_tokens", 20) > 17)
     )
 
 
-def runs(ids: torch.Tensor, options: dict[str, Any], assisted: bool) -> torch.Tensor:
+def runs(
+    ids: torch.Tensor, options: dict[str, Any], assisted: bool = False, kind: str | None = None
+) -> torch.Tensor:
     """What generate gives under one seed; a refusal must come before the models run."""
     calls: list[int] = []
     hooks = [
-        model.register_forward_pre_hook(lambda *_: calls.append(1)) for model in (MODEL, SMALL)
+        model.register_forward_pre_hook(lambda *_: calls.append(1))
+        for model in (MODELS[kind], SMALL)
     ]
     assistant = SMALL if assisted else None
     generator = torch.Generator().manual_seed(5)
     try:
-        return MODEL.generate(ids, generator=generator, assistant_model=assistant, **options)
+        return MODELS[kind].generate(ids, generator=generator, assistant_model=assistant, **options)
     except ValueError as error:
         raise error if not calls else AssertionError("the model ran before it") from error
     finally:
@@ -99,23 +109,27 @@ def chosen(draw: st.DrawFn) -> dict[str, Any]:
     return {name: draw(st.sampled_from(GOOD[name])) for name in names}
 
 
-@given(chosen(), st.integers(1, 12), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@given(
+    chosen(), st.integers(1, 12), st.booleans(), st.sampled_from(list(MODELS)),
+    st.randoms(use_true_random=False),
+)  # fmt: skip
+@settings(max_examples=120, deadline=None)
 def test_good_options_work_and_contradictions_are_refused_beforehand(
-    options: dict[str, Any], T: int, assisted: bool, r: Any
+    options: dict[str, Any], T: int, assisted: bool, kind: str | None, r: Any
 ) -> None:
     ids = torch.tensor([[r.randrange(10, V) for _ in range(T)]])
+    ids[0, : r.randrange(T)] = 0  # padding, where pad_token_id says so
     if contradiction(options, T, assisted):
-        with pytest.raises(ValueError, match=r"exceed|speculative"):
-            runs(ids, options, assisted)
+        with pytest.raises(ValueError, match=r"exceed|speculative|guesses"):
+            runs(ids, options, assisted, kind)
         return
-    out = runs(ids, options, assisted)
+    out = runs(ids, options, assisted, kind)
     rows, longest = options.get("num_return_sequences", 1), options.get("max_new_tokens", 20)
     assert len(out) == rows
     assert T <= out.shape[1] <= T + longest
     assert torch.equal(out[:, :T], ids.repeat(rows, 1))
     assert 0 <= int(out.min()) <= int(out.max()) < V
-    assert torch.equal(runs(ids, options, assisted), out)
+    assert torch.equal(runs(ids, options, assisted, kind), out)
 
 
 @given(chosen(), st.data())
@@ -126,9 +140,9 @@ def test_one_bad_value_is_refused_beforehand(options: dict[str, Any], data: st.D
     if name == "pad_token_id" or name == "bad_words_ids":
         options = {}  # so that no contradiction is named instead
     with pytest.raises(ValueError, match=name):
-        runs(torch.tensor([[1, 2, 3]]), {name: value}, False)
+        runs(torch.tensor([[1, 2, 3]]), {name: value})
     with pytest.raises(ValueError):  # noqa: PT011 (either of two faults may be named)
-        runs(torch.tensor([[1, 2, 3]]), options | {name: value}, False)
+        runs(torch.tensor([[1, 2, 3]]), options | {name: value})
 
 
 # The same of the command line, as text.

@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minigpt2 import GPT2, KVCache, Tokenizer, evaluate, generate, packed
+from minigpt2 import GPT2, GPT2Config, KVCache, Tokenizer, evaluate, generate, packed
 from minigpt2.packed import KINDS, PACKERS, Int8, Plain, Screen, n_bytes, pack_matrix, rounded
+from minigpt2.texts import Request
+from minigpt2.trace import explain
 
 # How far a product may be from that of the rounded weights: what activations lose on the way.
 TOLERANCE = {"float32": 1e-6, "float16": 1e-6, "bfloat16": 8e-3, "int8": 1.5e-2, "int4": 8e-3}
@@ -265,9 +267,9 @@ def test_prompt_lookup_is_the_default_of_packed_greedy_decoding(
     used: list[int | None] = []
     speculate = decoding.speculate
 
-    def note(model: GPT2, ids: torch.Tensor, options: object, *rest: object) -> object:
-        used.append(options.prompt_lookup_num_tokens)  # type: ignore[attr-defined]
-        return speculate(model, ids, options, *rest)  # type: ignore[arg-type]
+    def note(request: Request) -> object:
+        used.append(request.options.prompt_lookup_num_tokens)
+        return speculate(request)
 
     monkeypatch.setattr(decoding, "speculate", note)
     model, ids = pack("float32"), torch.tensor([PROMPT])
@@ -278,9 +280,10 @@ def test_prompt_lookup_is_the_default_of_packed_greedy_decoding(
     model.generate(ids, do_sample=True, **short)
     model.generate(ids, num_return_sequences=2, **short)
     model.generate(ids, num_beams=2, max_new_tokens=2)
-    model.generate(ids, attention_mask=torch.ones_like(ids), **short)
     pack("exact").generate(ids, **short)
     assert used == [10]
+    model.generate(ids, attention_mask=torch.ones_like(ids), **short)
+    assert used == [10, 10]
 
 
 @pytest.mark.parametrize("kind", PACKERS)
@@ -319,6 +322,29 @@ def test_originals_are_freed_and_memory_is_what_is_said(kind: str, tales: GPT2) 
     assert n_bytes(model) == pytest.approx(packed_bytes + screen, rel=0.01)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files here")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_file_is_no_longer_mapped(kind: str, tmp_path: Path) -> None:
+    GPT2(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=199)).save_pretrained(tmp_path)
+    model = GPT2.from_pretrained(tmp_path)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    model.pack(kind)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("kind", ["exact", "float32"])
+def test_a_top_k_beyond_the_vocabulary_keeps_all(kind: str, tales: GPT2) -> None:
+    ids, model = torch.tensor([[198, 7454, 2402, 257]]), pack(kind)
+    for k in (50257, 60000):
+        options = {"do_sample": True, "top_k": k, "max_new_tokens": 8}
+        drawn, plain = (
+            m.generate(ids, generator=torch.Generator().manual_seed(3), **options)
+            for m in (model, tales)
+        )
+        assert torch.equal(drawn, plain)
+
+
 def test_packing_is_refused_where_it_means_nothing(tiny: GPT2) -> None:
     with pytest.raises(ValueError, match="no such packing: 'int3'; there are exact, float32"):
         pack("int3")
@@ -329,6 +355,11 @@ def test_packing_is_refused_where_it_means_nothing(tiny: GPT2) -> None:
         GPT2(tiny.config).pack("int8")
     with pytest.raises(ValueError, match=r"float32 model, this one is torch\.bfloat16"):
         GPT2.from_pretrained("tales", dtype=torch.bfloat16).pack("int8")
+
+
+def test_a_packed_model_is_not_explained() -> None:
+    with pytest.raises(ValueError, match=r"call it before pack\(\)"):
+        explain(pack("int8"), Tokenizer.from_pretrained("tales"), "Once")
 
 
 def test_a_packed_model_is_not_saved(tmp_path: Path) -> None:

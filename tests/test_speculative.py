@@ -13,6 +13,7 @@ from parity import SIZES, harsh_model
 from minigpt2 import GPT2, Tokenizer, stream
 from minigpt2.options import GenerationOptions
 from minigpt2.speculative import ModelGuesser, lookup, speculate
+from minigpt2.texts import Request
 
 Draw = Callable[..., torch.Tensor]
 TINY = SIZES["tiny"]
@@ -120,7 +121,7 @@ def test_a_perfect_assistant_is_always_believed(double: GPT2) -> None:
     hook = double.register_forward_pre_hook(lambda _module, args: calls.append(args[0].shape[1]))
     options = GenerationOptions(max_new_tokens=24, num_assistant_tokens=5, eos_token_id=())
     twin = harsh_model(TINY).double()
-    list(speculate(double, ids, options, assistant_model=twin))
+    list(speculate(Request(double, ids, options, assistant_model=twin)))
     hook.remove()
     assert calls == [8, 6, 6, 6]  # 24 tokens, six a pass; only what is new is fed
 
@@ -196,8 +197,10 @@ def test_what_cannot_be_combined_is_refused(tiny: GPT2) -> None:
         tiny.generate(ids.repeat(2, 1), prompt_lookup_num_tokens=3)
     with pytest.raises(ValueError, match="one text at a time, got 3"):
         tiny.generate(ids, prompt_lookup_num_tokens=3, num_return_sequences=3)
-    with pytest.raises(ValueError, match="neither num_beams nor"):
+    with pytest.raises(ValueError, match="takes no num_beams, got 2"):
         tiny.generate(ids, prompt_lookup_num_tokens=3, num_beams=2)
+    with pytest.raises(ValueError, match="from an assistant or from prompt lookup, not from both"):
+        tiny.generate(ids, prompt_lookup_num_tokens=3, assistant_model=tiny)
     other = harsh_model(dataclasses.replace(TINY, vocab_size=50))
     with pytest.raises(ValueError, match="vocab_size 50 is not the model's 199"):
         tiny.generate(ids, assistant_model=other)
@@ -209,11 +212,26 @@ def test_the_assistant_guesses_within_its_window_and_under_the_rules(random_ids:
     with torch.no_grad():
         best = small(ids)[0, -1].argmax().item()
     options = GenerationOptions(eos_token_id=best, min_new_tokens=3)
-    guesses, probs = ModelGuesser(small, ids, options, None)(ids, 5)
+    guesses, probs = ModelGuesser(Request(small, ids, options), small)(ids, 5)
     assert guesses.shape == (1, 2)
     assert probs.shape == (2, 199)
     assert guesses[0, 0] != best
-    assert ModelGuesser(small, ids, options, None)(random_ids(1, 9), 5)[0].shape == (1, 0)
+    more = ModelGuesser(Request(small, ids, options), small)(random_ids(1, 9), 5)[0]
+    assert more.shape == (1, 0)
+
+
+@pytest.mark.parametrize("pads", [1, 5])
+def test_padding_on_the_left_changes_nothing(
+    pads: int, double: GPT2, assistant: GPT2, random_ids: Draw
+) -> None:
+    ids = torch.cat([torch.zeros(1, pads, dtype=torch.long), random_ids(1, 50)], dim=1)
+    mask = (torch.arange(ids.shape[1]) >= pads).long()[None]
+    for overflow in ("stop", "slide"):
+        options = {"max_new_tokens": 20, "context_overflow": overflow, "eos_token_id": ()}
+        plain = double.generate(ids, attention_mask=mask, **options)
+        for padding in ({"attention_mask": mask}, {"pad_token_id": 0}):
+            for guesser in ({"prompt_lookup_num_tokens": 4}, {"assistant_model": assistant}):
+                assert torch.equal(plain, double.generate(ids, **padding, **guesser, **options))
 
 
 def test_a_seed_repeats_a_draw_whatever_the_global_one(double: GPT2, assistant: GPT2) -> None:
@@ -237,7 +255,7 @@ def test_rules_of_ones_own_apply_and_logits_are_from_before_them(double: GPT2) -
 
     ids = torch.tensor([[7, 7, 7]])
     options = GenerationOptions(max_new_tokens=5, prompt_lookup_num_tokens=3, eos_token_id=())
-    steps = list(speculate(double, ids, options, None, [only_seven]))
+    steps = list(speculate(Request(double, ids, options, processors=[only_seven])))
     assert [step.token_ids.item() for step in steps] == [7] * 5
     with torch.no_grad():
         whole = double(torch.full((1, 7), 7)).float()

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from parity import harsh_model
 
 from minigpt2 import GPT2, GPT2Config, Tokenizer, stream
+from minigpt2.options import GenerationOptions
 from minigpt2.streaming import TextBuilder, TextStep, prompt_ids, stream_rows
+from minigpt2.texts import Request
 
 TOKENIZER = Tokenizer.from_pretrained("gpt2")
 
@@ -239,7 +241,14 @@ def test_rows_end_each_at_its_own_stop(model: GPT2) -> None:
     texts = ["", ""]
     reasons: list[str | None] = [None, None]
     rows: Iterator[dict[int, TextStep]] = stream_rows(
-        model, TOKENIZER, "x", 2, stop=["Paris"], max_new_tokens=4, processors=[rule]
+        Request(
+            model,
+            torch.tensor([TOKENIZER.encode("x")]),
+            GenerationOptions(max_new_tokens=4, num_return_sequences=2),
+            processors=[rule],
+        ),
+        TOKENIZER,
+        stop="Paris",
     )
     count = 0
     for count, step in enumerate(rows, start=1):  # noqa: B007 (used below)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import GPT2TokenizerFast
@@ -68,11 +69,21 @@ def test_derived_vocabulary_is_the_official_vocab_json() -> None:
     assert hashlib.sha256(content).hexdigest() == official
 
 
+def test_ids_may_come_in_a_tensor() -> None:
+    ids = GPT2.encode("The cat sat")
+    assert GPT2.decode(torch.tensor(ids)) == GPT2.decode(np.array(ids)) == "The cat sat"
+    with pytest.raises(TypeError):
+        GPT2.decode(torch.tensor([1.5]))
+
+
 def test_shape_of_the_vocabulary() -> None:
     assert (GPT2.n_vocab, GPT2.end_of_text_id) == (50257, 50256)
     assert GPT2.token_bytes(50256) == b"<|endoftext|>"
     assert sorted(GPT2.token_bytes(i) for i in range(256)) == [bytes([b]) for b in range(256)]
-    assert Tokenizer.from_pretrained("a name that is no folder") is GPT2
+    assert Tokenizer.from_pretrained("gpt2-xl") is GPT2
+    assert Tokenizer.from_pretrained("tales") is GPT2
+    with pytest.raises(CheckpointError, match="a name that is no folder: no such folder"):
+        Tokenizer.from_pretrained("a name that is no folder")
 
 
 def test_every_token_one_by_one(theirs: GPT2TokenizerFast) -> None:
