@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from minigpt2 import __version__, hub
+from minigpt2.options import KINDS
 
 if TYPE_CHECKING:
     from minigpt2.model import GPT2
@@ -83,12 +84,11 @@ def add_prompt(parser: Parser) -> None:
 
 def add_fast(parser: Parser) -> None:
     """The choice of a packed form."""
-    kinds = ("exact", "float32", "bfloat16", "float16", "int8", "int4")
     help_text = (
         "repack the matrices for this CPU in this form; exact keeps every bit and saves work "
         "at the head alone"
     )
-    parser.add_argument("--fast", choices=kinds, help=help_text)
+    parser.add_argument("--fast", choices=KINDS, help=help_text)
 
 
 def check_fast(args: argparse.Namespace) -> None:

@@ -106,12 +106,8 @@ def _find(name: str, revision: str | None, local_files_only: bool) -> Path:
     official = OFFICIAL.get(name)
     revision = revision or (official.revision if official else "main")
     repo_id = official.repo_id if official else name
-    for cached_id in dict.fromkeys(
-        (repo_id, name)
-    ):  # transformers caches "gpt2" under the name it was asked for
-        folder = _snapshot(cached_id, revision)
-        if not missing_files(folder):
-            return folder
+    if cached := _cached(repo_id, name, revision):
+        return cached
     if local_files_only or constants.HF_HUB_OFFLINE:
         missing = ", ".join(missing_files(_snapshot(repo_id, revision)))
         raise CheckpointError(
@@ -129,9 +125,7 @@ def _find(name: str, revision: str | None, local_files_only: bool) -> Path:
 def auto(local_files_only: bool = False) -> tuple[str, str]:
     """The model where none was named, and why: gpt2 if it is here or can be had, else tales."""
     gpt2 = OFFICIAL["gpt2"]
-    if any(
-        not missing_files(_snapshot(repo_id, gpt2.revision)) for repo_id in (gpt2.repo_id, "gpt2")
-    ):
+    if _cached(gpt2.repo_id, "gpt2", gpt2.revision):
         return "gpt2", "it is in the cache"
     if local_files_only or constants.HF_HUB_OFFLINE:
         return "tales", "gpt2 is not in the cache and the Hub is not to be asked"
@@ -255,6 +249,13 @@ def _tales() -> Path:
     raise CheckpointError(
         "tales is not installed: minigpt2's wheel and a checkout's weights/ folder hold it"
     )
+
+
+def _cached(repo_id: str, name: str, revision: str) -> Path | None:
+    """A checkpoint in Hugging Face's cache, which transformers keeps under the name it was asked
+    for."""
+    folders = (_snapshot(known_as, revision) for known_as in (repo_id, name))
+    return next((folder for folder in folders if not missing_files(folder)), None)
 
 
 def _snapshot(repo_id: str, revision: str) -> Path:

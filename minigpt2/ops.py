@@ -50,7 +50,8 @@ class Explicit:
         return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
 
     def attention_weights(self, q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """(B, H, T, D), (B, H, S, D) -> (B, H, T, S); rows sum to 1, and are 0 where masked."""
+        """(B, H, T, D), (B, H, S, D) -> (B, H, T, S); rows sum to 1, and are 0 where masked
+        (but even where all is)."""
         T, S = q.shape[-2], k.shape[-2]
         visible = causal_mask(T, S, q.device) if mask is None else mask
         scores = q @ k.transpose(-1, -2) * scale  # (B, H, T, S)

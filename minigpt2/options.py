@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Sequence
 from numbers import Integral, Real
 
+KINDS = ("exact", "float32", "bfloat16", "float16", "int8", "int4")  # of packed model; see packed
+
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:

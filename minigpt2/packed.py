@@ -24,12 +24,11 @@ from torch import Tensor
 from minigpt2.cache import KVCache
 from minigpt2.model import GPT2, Block, Mask
 from minigpt2.ops import Explicit, Fused, fused
+from minigpt2.options import KINDS
 
 
 class Packed(abc.ABC):
     """One matrix and its bias, whatever the weights are kept in."""
-
-    n_bytes: int  # of memory held
 
     @abc.abstractmethod
     def product(self, rows: Tensor) -> Tensor:
@@ -70,7 +69,6 @@ class ExactLinear(Exact):
         # (in, out), from the file's small pages to large ones
         self._weight = weight.T.clone(memory_format=torch.contiguous_format)
         self._bias = bias
-        self.n_bytes = weight.nbytes
         n_in, n_out = self._weight.shape
         if n_out % 2 == 0:
             self._weights = self._weight.view(n_in, 2, -1).transpose(0, 1)  # (2, in, out / 2)
@@ -86,8 +84,6 @@ class ExactLinear(Exact):
 
 class ExactHead(Exact):
     """The (V, C) table as the head; `table` is a copy in large pages, the model's from here on."""
-
-    n_bytes = 0  # beyond the model's own
 
     def __init__(self, table: Tensor) -> None:
         self.table = table.clone()
@@ -110,7 +106,6 @@ class Plain(Packed):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
-        self.n_bytes = weight.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
         return F.linear(rows, self._weight, self._bias)
@@ -127,7 +122,6 @@ class OneDNN(Packed):
         self._dtype = dtype
         self._bias = None if bias is None else bias.to(dtype)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype).contiguous(), 8)
-        self.n_bytes = weight.numel() * dtype.itemsize
 
     def product(self, rows: Tensor) -> Tensor:
         return self._product(rows, "none", "").float()
@@ -147,7 +141,6 @@ class Float16(Packed):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.quantized.linear_prepack_fp16(weight.contiguous(), bias)
-        self.n_bytes = weight.numel() * 2
 
     def product(self, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, self._weight)
@@ -173,7 +166,6 @@ class Int8(Packed):
         self._sums = q.sum(dim=1) * scale  # of each output's weights
         # Without VNNI the kernel adds pairs of products in 16 bits, which 8 bits would overrun.
         self._reduce_range = not torch.cpu._is_vnni_supported()
-        self.n_bytes = q.nbytes + scale.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
         if len(rows) == 1:
@@ -204,7 +196,6 @@ class Int4(Packed):
         self._weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
         self._scales = torch.stack([scale, zero], dim=-1).transpose(0, 1).contiguous().bfloat16()
         self._group = weight.shape[1] // scale.shape[1]
-        self.n_bytes = weight.numel() // 2 + self._scales.nbytes
 
     def product(self, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu.default(
@@ -265,7 +256,6 @@ PACKERS: dict[str, Callable[[Tensor, Tensor | None], Packed]] = {
     "int8": Int8,
     "int4": Int4,
 }
-KINDS = ("exact", *PACKERS)
 
 
 @functools.cache
@@ -317,7 +307,6 @@ class Screen:
         self._rounding = 6 * table.shape[1] ** 0.5 * 2.0**-24 * table.norm(dim=1)  # (V,)
         self._errors = (table - kept).norm(dim=1) + self._rounding
         self._largest = float(kept.norm(dim=1).max())
-        self.n_bytes = self._kept.n_bytes + self._errors.nbytes + self._rounding.nbytes
 
     def __call__(self, x: Tensor, table: Tensor, k: int) -> Tensor | None:
         """(N, C) -> (N, V): the k best scores of each row, and -inf for what cannot be among them;
@@ -447,12 +436,3 @@ def pack(model: GPT2, kind: str) -> None:
 
 def _refuse_to_save(*_args: object, **_options: object) -> NoReturn:
     raise ValueError("a packed model cannot be saved: save it before pack()")
-
-
-def n_bytes(model: GPT2) -> int:
-    """What the model's weights hold in memory, packed or not."""
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    for owner in (model.ops, *model.h):
-        parts = [part for part in vars(owner).values() if isinstance(part, Packed | Screen)]
-        total += sum(part.n_bytes for part in parts)
-    return total

@@ -69,7 +69,7 @@ def make_optimizer(model: GPT2, args: argparse.Namespace) -> AdamW:
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """Linear warm-up to lr, then half a cosine down to a tenth of it; the first step is 0."""
+    """Linear warm-up to lr, then half a cosine down to a tenth of it; steps count from 0."""
     if step < args.warmup:
         return float(args.lr * (step + 1) / args.warmup)
     progress = (step - args.warmup) / max(1, args.steps - args.warmup)

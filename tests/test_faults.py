@@ -1,4 +1,5 @@
-"""scripts/faults.py in short; processes and threads that share a model."""
+"""scripts/faults.py in short, whose checks raise where something is lost; processes and threads
+that share a model."""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ def models() -> faults.Models:
 
 
 def test_killed_while_saving(tmp_path: Path, models: faults.Models) -> None:
-    assert "old" in faults.kill_while_saving(15, random.Random(0), tmp_path, models)
+    faults.kill_while_saving(15, random.Random(0), tmp_path, models)
 
 
 def test_killed_while_downloading(tmp_path: Path, models: faults.Models) -> None:
-    assert "cut short" in faults.kill_while_downloading(3, random.Random(0), tmp_path, models)
+    faults.kill_while_downloading(3, random.Random(0), tmp_path, models)
 
 
 def test_a_full_disk(tmp_path: Path, models: faults.Models) -> None:
-    assert "kept" in faults.disk_full(tmp_path, models)
+    faults.disk_full(tmp_path, models)
 
 
 def test_a_read_only_folder(models: faults.Models) -> None:
     with tempfile.TemporaryDirectory() as folder:  # others may enter it, unlike pytest's
-        assert "kept" in faults.read_only(Path(folder), models)
+        faults.read_only(Path(folder), models)
 
 
 def test_a_hub_in_a_bad_mood(

@@ -443,25 +443,16 @@ def test_a_reader_that_goes_away_ends_it_silently_with_141(folder: Path) -> None
         assert running.stderr.read() == b""
 
 
-@pytest.mark.parametrize("json_flag", [(), ("--json",)])
-def test_ctrl_c_keeps_the_text_so_far_and_exits_130(
-    json_flag: tuple[str, ...], folder: Path
-) -> None:
+def test_ctrl_c_keeps_the_text_so_far_and_exits_130(folder: Path) -> None:
     arguments = ("Hi", "-m", folder, "-n", "100000", "--context-overflow", "slide", "--ignore-eos")
-    with start(*arguments, *json_flag) as running:
+    with start(*arguments) as running:
         assert running.stdout is not None
-        if json_flag:
-            time.sleep(6)  # nothing shows that it has begun
-        else:
-            assert running.stdout.read(10).startswith(b"Hi")
+        assert running.stdout.read(10).startswith(b"Hi")
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
         assert running.returncode == 130
     assert b"Traceback" not in err
-    if json_flag and out:  # with a slow start there is nothing yet to keep
-        assert json.loads(out)["finish_reason"] == "interrupted"
-    elif not json_flag:
-        assert out.endswith(b"\n")
+    assert out.endswith(b"\n")
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see the import")

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt2 import GPT2, GPT2Config, KVCache, Tokenizer, evaluate, generate, packed
-from minigpt2.packed import KINDS, PACKERS, Int8, Plain, Screen, n_bytes, pack_matrix, rounded
+from minigpt2.options import KINDS
+from minigpt2.packed import PACKERS, Int8, Plain, Screen, pack_matrix, rounded
 from minigpt2.texts import Request
 from minigpt2.trace import explain
 
@@ -303,23 +304,12 @@ def test_a30_every_matrix_is_packed(kind: str, tales: GPT2) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_originals_are_freed_and_memory_is_what_is_said(kind: str, tales: GPT2) -> None:
+def test_originals_are_freed(kind: str) -> None:
     model = GPT2.from_pretrained("tales")
-    before = n_bytes(model)
-    assert before == sum(p.nbytes for p in tales.parameters())
     weight = weakref.ref(model.h[0].attn.c_attn.weight)
     model.pack(kind)
     gc.collect()
     assert weight() is None
-    sizes = {name: p.numel() for name, p in tales.named_parameters() if p.dim() == 2}
-    matrices = sum(count for name, count in sizes.items() if ".c_" in name)
-    table = model.wte.weight.numel()
-    small = before - 4 * (matrices + table)  # norms, biases, positions
-    bits = {"exact": 32, "float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5}[kind]
-    head = {"exact": 0, "int4": 8}.get(kind, bits) / 8 * table  # of 4 bits, the head is not
-    packed_bytes = matrices * bits / 8 + head + 4 * table + small
-    screen = 1.03 * table if kind in ("exact", "float32") else 0
-    assert n_bytes(model) == pytest.approx(packed_bytes + screen, rel=0.01)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="no list of mapped files here")

@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
 import readme
 
 ROOT = Path(readme.__file__).parents[1]
@@ -26,6 +27,13 @@ def test_the_network_stays_small() -> None:
                 length = (node.end_lineno or 0) - node.lineno + 1
                 length -= (prose.end_lineno or 0) - prose.lineno + 1 if prose else 0
                 assert length <= 25, (name, node.name, length)
+
+
+def test_the_python_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    exec(compile(code.replace('("gpt2")', '("tales")'), "README.md", "exec"), {})
+    assert capsys.readouterr().out
 
 
 def test_the_parity_table_shows_zeros() -> None:
