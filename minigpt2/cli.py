@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -30,10 +31,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def open_streams() -> None:
-    """A standard stream that the caller closed reads as empty, and swallows what is written."""
+    """A standard stream that the caller closed reads as empty, and swallows what is written; what
+    the terminal's encoding lacks is shown escaped."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for good)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def from_argument(text: str) -> str:

@@ -18,6 +18,7 @@ import lzma
 import math
 import os
 import re
+import signal
 import statistics
 import sys
 import zlib
@@ -25,6 +26,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from minigpt2 import cli
 from minigpt2.cli import (
@@ -45,8 +49,9 @@ if TYPE_CHECKING:
 
 PROG = "minigpt2.evaluate"
 EPILOG = """\
-perplexity   Files of text (also .xz, .gz), each one stream of tokens. Every token but a file's
-             first is scored once, in windows of --context tokens that advance by --stride.
+perplexity   Files of text (also .xz, .gz; - is standard input), each one stream of tokens. Every
+             token but a file's first is scored once, in windows of --context tokens that advance
+             by --stride. Words and bytes are those of the whole text.
 lambada      Lines {"text": "..."}. last_word: all tokens of the last word, as lm-evaluation-harness
              scores it. last_token: only its last token, given those before, as the paper's authors.
 hellaswag    The data set's own lines: ctx, endings, label. --style harness prepares them as
@@ -59,9 +64,11 @@ same. Ctrl-C prints what is known so far.
 
 Exit status: 0 fine, 1 failure, 2 wrong usage, 130 interrupted."""
 
-Request = tuple[Sequence[int], Sequence[int]]  # context and continuation, as token ids
+Ids = Sequence[int] | NDArray[np.int64]  # token ids
+Request = tuple[Ids, Ids]  # context and continuation
 Line = dict[str, Any]  # of a .jsonl file
 Encode = Callable[[str], list[int]]
+STANDARD_INPUT = Path("-")
 OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -93,8 +100,8 @@ class Score:
 
 def loglikelihood(
     model: GPT2,
-    context_ids: Sequence[Sequence[int]],
-    continuation_ids: Sequence[Sequence[int]],
+    context_ids: Sequence[Ids],
+    continuation_ids: Sequence[Ids],
     batch_size: int = 8,
 ) -> list[Score]:
     """How probable each continuation is after its context; lists of token ids, one Score for each.
@@ -127,10 +134,10 @@ def score_batches(
         yield list(zip(batch, scores, strict=True))
 
 
-def _fit(context: Sequence[int], continuation: Sequence[int], config: GPT2Config) -> Request:
+def _fit(context: Ids, continuation: Ids, config: GPT2Config) -> Request:
     """The request without what the window cannot hold; the last token is only predicted."""
     window, last = config.n_positions, config.vocab_size - 1
-    if not context or not continuation:
+    if not len(context) or not len(continuation):
         raise ValueError(
             f"a context of {len(context)} tokens and a continuation of {len(continuation)}: both "
             "need one at least (a text without context starts from <|endoftext|>)"
@@ -139,17 +146,18 @@ def _fit(context: Sequence[int], continuation: Sequence[int], config: GPT2Config
         raise ValueError(
             f"a continuation of {len(continuation)} tokens exceeds n_positions {window}"
         )
-    for token_id in (min(*continuation, *context), max(*continuation, *context)):
+    for token_id in (f(ids) for ids in (context, continuation) for f in (np.min, np.max)):
         if not 0 <= token_id <= last:
             raise ValueError(f"token id {token_id} is outside the vocabulary 0..{last}")
-    return context[-(window + 1 - len(continuation)) :], continuation
+    spare = len(context) + len(continuation) - window - 1
+    return context[max(0, spare) :], continuation
 
 
 def _batches(rows: Sequence[Request], batch_size: int) -> Iterator[list[int]]:
     """Indices of what is scored together: rows of one context, and, by length, all the others."""
-    by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, (context, _) in enumerate(rows):
-        by_context[tuple(context)].append(index)
+    by_context: dict[int, list[int]] = defaultdict(list)
+    for index, (context, _) in enumerate(rows):  # a hash that two share would do no harm
+        by_context[hash(np.asarray(context, dtype=np.int64).tobytes())].append(index)
     alone = [group[0] for group in by_context.values() if len(group) == 1]
     alone.sort(key=lambda index: sum(map(len, rows[index])), reverse=True)
     for group in (*(group for group in by_context.values() if len(group) > 1), alone):
@@ -164,7 +172,7 @@ def _score(rows: Sequence[Request], model: GPT2) -> list[Score]:
 
     from minigpt2.sampling import NOT_NUMBERS
 
-    fed = [[*context, *continuation[:-1]] for context, continuation in rows]
+    fed = [[*map(int, context), *map(int, continuation[:-1])] for context, continuation in rows]
     longest = max(map(len, fed))
     first = min(len(context) for context, _ in rows) - 1  # position that predicts a scored token
     alike = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*fed, strict=False))
@@ -186,7 +194,7 @@ def _score(rows: Sequence[Request], model: GPT2) -> list[Score]:
         start = len(context) - 1 - first
         scored = row[start : start + len(continuation)]
         scored = scored.to(torch.promote_types(scored.dtype, torch.float32))
-        targets = torch.tensor(continuation, device=weight.device)
+        targets = torch.tensor(np.asarray(continuation), device=weight.device)
         # Not log_softmax, whose float32 result is off by 5e-6 over a vocabulary of this size.
         picked = scored.gather(-1, targets[:, None]).squeeze(-1) - scored.logsumexp(dim=-1)
         best = scored.argmax(dim=-1) == targets
@@ -225,7 +233,7 @@ def perplexity(texts: Sequence[str], encode: Encode, args: argparse.Namespace) -
     """The strided perplexity of files, every token but each file's first scored once."""
     requests: list[Request] = []
     for path, text in zip(args.files, texts, strict=True):
-        ids = encode(text)
+        ids = np.array(encode(text), dtype=np.int64)  # whose windows are views
         if len(ids) < 2:
             raise ValueError(f"{path}: {len(ids)} tokens; a first one and one to score are needed")
         for begin, first, end in windows(len(ids), args.context, args.stride):
@@ -248,14 +256,14 @@ def perplexity(texts: Sequence[str], encode: Encode, args: argparse.Namespace) -
     return Task(requests, summarise)
 
 
-def lambada(lines: Sequence[Line], encode: Encode, _: argparse.Namespace) -> Task:
+def lambada(lines: Sequence[Line], encode: Encode, args: argparse.Namespace) -> Task:
     """The last word of each text, and its last token, after everything before."""
     requests = []
     for line in lines:
         before, space, word = line["text"].rstrip().rpartition(" ")
         if not before.strip():
             raise ValueError(f'{line["from"]}: "text" needs a last word, and a text before it')
-        requests.append(split(encode, before, space + word))
+        requests.append(split(line, before, space + word, encode, args.n_positions))
 
     def summarise(scores: dict[int, Score]) -> dict[str, Any]:
         words = [(score.logprob, score.greedy) for score in scores.values()]
@@ -269,7 +277,7 @@ def lambada(lines: Sequence[Line], encode: Encode, _: argparse.Namespace) -> Tas
     return Task(requests, summarise)
 
 
-def choice(lines: Sequence[Line], encode: Encode, _: argparse.Namespace) -> Task:
+def choice(lines: Sequence[Line], encode: Encode, args: argparse.Namespace) -> Task:
     """Whether the right one of several continuations is the most probable."""
     requests: list[Request] = []
     groups = []
@@ -281,7 +289,8 @@ def choice(lines: Sequence[Line], encode: Encode, _: argparse.Namespace) -> Task
         if not line["context"].strip():
             raise ValueError(f"{line['from']}: an empty context; write <|endoftext|> for none")
         groups.append(range(len(requests), len(requests) + len(choices)))
-        requests += [split(encode, line["context"], " " + text) for text in choices]
+        context, window = line["context"], args.n_positions
+        requests += [split(line, context, " " + text, encode, window) for text in choices]
 
     def summarise(scores: dict[int, Score]) -> dict[str, Any]:
         right: dict[str, list[bool]] = {"acc": [], "acc_norm": [], "acc_token": []}
@@ -296,7 +305,7 @@ def choice(lines: Sequence[Line], encode: Encode, _: argparse.Namespace) -> Task
                     right[name].append(values.index(max(values)) == line["label"])
         result: dict[str, Any] = {"examples": len(right["acc"])}
         for name, hits in right.items():
-            result |= rate(name, hits)
+            result |= rate(name, hits) if hits else {}
         return result
 
     return Task(requests, summarise)
@@ -308,6 +317,8 @@ def hellaswag(lines: Sequence[Line], encode: Encode, args: argparse.Namespace) -
     questions = []
     for line in lines:
         context, endings = line["ctx"], line["endings"]
+        if not all(isinstance(ending, str) for ending in endings):
+            raise ValueError(f"{line['from']}: an ending is no text")
         if args.style == "harness":
             context = f"{line['activity_label']}: {line['ctx_a']} {line['ctx_b'].capitalize()}"
             context, *endings = map(clean, (context, *endings))
@@ -322,11 +333,18 @@ def clean(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def split(encode: Encode, context: str, continuation: str) -> Request:
+def split(line: Line, context: str, continuation: str, encode: Encode, window: int) -> Request:
     """Context and continuation as ids, cut as lm-evaluation-harness does: they are encoded
-    together, and spaces at the context's end belong to the word behind them."""
+    together, and spaces at the context's end belong to the word behind them.
+
+    Raises:
+        ValueError: the continuation is longer than the model's window.
+    """
     context_ids = encode(context.rstrip())
-    return context_ids, encode(context + continuation)[len(context_ids) :]
+    continuation_ids = encode(context + continuation)[len(context_ids) :]
+    if (count := len(continuation_ids)) > window:
+        raise ValueError(f"{line['from']}: {count} tokens to score exceed n_positions {window}")
+    return context_ids, continuation_ids
 
 
 def rate(name: str, hits: Sequence[bool]) -> dict[str, float]:
@@ -358,14 +376,18 @@ HARNESS_FIELDS = {"activity_label": str, "ctx_a": str, "ctx_b": str}
 
 
 def read_text(path: Path) -> str:
-    """A file's text, unpacked if it is .xz or .gz, without a byte order mark.
+    """The text of a file or of standard input (-), unpacked if it is .xz or .gz, without a byte
+    order mark.
 
     Raises:
         ValueError: it is not UTF-8, or not what its suffix says.
     """
     try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
-            content: bytes = file.read()
+        if path == STANDARD_INPUT:
+            content: bytes = sys.stdin.buffer.read()
+        else:
+            with OPENERS.get(path.suffix, open)(path, "rb") as file:
+                content = file.read()
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start}): convert it first") from None
@@ -435,12 +457,13 @@ def check_usage(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
-def set_windows(args: argparse.Namespace, n_positions: int) -> None:
+def set_windows(args: argparse.Namespace) -> None:
     """The defaults of --context and --stride, which depend on the model.
 
     Raises:
         ValueError: the windows are too long for it, or would leave tokens out.
     """
+    n_positions = args.n_positions
     args.context = args.context or n_positions
     args.stride = args.stride or max(1, args.context // 2)
     if args.context > n_positions:
@@ -473,8 +496,8 @@ def processes(args: argparse.Namespace) -> Iterator[tuple[int, int]]:
 
 def score_task(
     model: GPT2, task: Task, args: argparse.Namespace, rank: int, count: int
-) -> tuple[dict[int, Score], bool]:
-    """The scores by request, and whether they are all: Ctrl-C ends the work with what is known."""
+) -> dict[int, Score]:
+    """The scores by request: all of them, or after Ctrl-C those that are known."""
     from tqdm import tqdm
 
     known: dict[int, Score] = {}
@@ -486,14 +509,17 @@ def score_task(
                 known.update(batch)
                 bar.update(len(batch) * count)
         except KeyboardInterrupt:
-            return known, False
+            pass
+        # From here to the end there is nothing to break off. torchrun passes Ctrl-C on, so that a
+        # process gets it twice, or while it waits for the others.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if count > 1:
         import torch.distributed as dist
 
         parts: list[dict[int, Score]] = [{}] * count
         dist.all_gather_object(parts, known)
         known = {index: score for part in parts for index, score in part.items()}
-    return known, True
+    return dict(sorted(known.items()))  # one order of summing, however they were shared
 
 
 def report(result: dict[str, Any], as_json: bool) -> str:
@@ -506,6 +532,7 @@ def report(result: dict[str, Any], as_json: bool) -> str:
 
 
 def work(args: argparse.Namespace) -> int:
+    """Read, score, print; the exit status."""
     content = read_files(args)
     name, folder = find_model(args, PROG)  # before torch, to refuse at once
     with importing():
@@ -518,19 +545,21 @@ def work(args: argparse.Namespace) -> int:
         )
         recipe: dict[str, Any] = {"task": args.task, "files": [str(path) for path in args.files]}
         recipe |= {"model": name, "revision": commit_of(folder), "dtype": args.dtype}
-        recipe |= {"fast": args.fast}
+        recipe |= {"fast": args.fast, "batch_size": args.batch_size}
+        recipe |= {"plain_special": args.plain_special}
+        args.n_positions = model.config.n_positions
         if args.task == "perplexity":
-            set_windows(args, model.config.n_positions)
+            set_windows(args)
             recipe |= {"context": args.context, "stride": args.stride}
         elif args.task == "hellaswag":
             recipe["style"] = args.style or "completion"
         task = TASKS[args.task](content, encode, args)
-        known, complete = score_task(model, task, args, rank, count)
+        known = score_task(model, task, args, rank, count)
+        complete = len(known) == len(task.requests)
         if rank == 0 and not complete:
             amount = f"{len(known)} of {len(task.requests)} requests"
             cli.complain(PROG, f"interrupted; what follows is of {amount}")
         if rank == 0 and known:
-            known = dict(sorted(known.items()))  # one order of summing, however they were shared
             result = recipe | {"complete": complete} | task.summarise(known)
             print(report(result, args.json), flush=True)
     return 0 if complete else 130
@@ -545,7 +574,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_usage(args)
     except ValueError as error:
         parser.error(str(error))
-    return cli.run(args, PROG, lambda: work(args))
+    at_ctrl_c = signal.getsignal(signal.SIGINT)
+    try:
+        return cli.run(args, PROG, lambda: work(args))
+    finally:
+        signal.signal(signal.SIGINT, at_ctrl_c)  # which score_task turns off
 
 
 if __name__ == "__main__":

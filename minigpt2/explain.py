@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
 import json
 import platform
 import shlex
@@ -158,8 +157,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_usage(args)
     except ValueError as error:
         parser.error(str(error))
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
     command = shlex.join(["python", "-m", PROG, *(sys.argv[1:] if argv is None else argv)])
     return cli.run(args, PROG, lambda: work(args, read_prompt(args, parser), command))
 

@@ -173,8 +173,6 @@ class Out:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._stream: TextIO = sys.stdout
-        if hasattr(self._stream, "reconfigure"):
-            self._stream.reconfigure(errors="backslashreplace")  # an ASCII terminal shows escapes
         self._flush = args.stream
         self._newlines = ""
         self._bold = wants_color(args)

@@ -83,6 +83,7 @@ def write_folder(model: GPT2, tokenizer: Tokenizer, folder: Path) -> None:
     Raises:
         ValueError: there is such a folder, and it is not empty.
     """
+    folder = folder.resolve()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder} exists: name a new folder, or remove this one first")
     end, n_positions = tokenizer.end_of_text_id, model.config.n_positions
@@ -121,6 +122,7 @@ def write_gguf(model: GPT2, tokenizer: Tokenizer, path: Path, dtype: str) -> Non
 
     Raises:
         ValueError: llama.cpp would compute something else, or there is no gguf package.
+        OSError: the file cannot be written.
     """
     try:
         import gguf
@@ -144,7 +146,10 @@ def write_gguf(model: GPT2, tokenizer: Tokenizer, path: Path, dtype: str) -> Non
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
 
-    replace_file(path, write)
+    try:
+        replace_file(path, write)
+    except OSError as error:  # numpy says only how many bytes were written
+        raise OSError(f"{path}: not written: {error}") from None
 
 
 def refuse_other_models(config: GPT2Config, tokenizer: Tokenizer) -> None:

@@ -323,7 +323,7 @@ def check_prob(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> dict[str, float
 
 
 def check_prob_sum(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> float:
-    return last_logits(fact, model, tokenizer).float().softmax(dim=-1).sum().item()
+    return last_logits(fact, model, tokenizer).double().softmax(dim=-1).sum().item()
 
 
 def check_topk_order(fact: Fact, model: GPT2, tokenizer: Tokenizer) -> list[str]:
@@ -590,7 +590,7 @@ def report(facts: Iterable[Fact], model: GPT2, tokenizer: Tokenizer) -> bool:
         try:
             result = check(fact, model, tokenizer)
         except NotChecked as reason:
-            not_checked.append(f"{fact.id:<6} {reason}: {fact.origin}")
+            not_checked.append(f"{fact.id:<6} {shown(fact.right):<34} {reason}: {fact.origin}")
             continue
         checked += 1
         failed += not result.ok
@@ -600,7 +600,7 @@ def report(facts: Iterable[Fact], model: GPT2, tokenizer: Tokenizer) -> bool:
         if not result.ok:
             print(f"       expected {fact.right!a} within {fact.tolerance:g}")
             print(f"       got      {result.got!a}")
-    print("\nnot checked here")
+    print(f"\nnot checked here\n{'fact':<6} {'expected':<34} why, and source")
     print("\n".join(not_checked))
     print(f"\n{checked} facts checked, {failed} failed, {len(not_checked)} not checked here")
     return failed == 0

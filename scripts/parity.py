@@ -2,6 +2,7 @@
 
     python scripts/parity.py --size gpt2     # random weights of that shape, made harsh
     python scripts/parity.py --model gpt2    # a checkpoint: an official one, tales, a folder
+    python scripts/parity.py --model official
 
 For the official names the recorded facts (scripts/facts.py) are checked too.
 
@@ -231,7 +232,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--size", choices=SIZES, default="tiny", help="random weights of this shape (default: tiny)"
     )
     what.add_argument(
-        "--model", help="a checkpoint instead: an official name, tales, a folder or a Hub id"
+        "--model",
+        help="a checkpoint instead: an official name, tales, a folder or a Hub id; official: all "
+        "official models that are on this machine",
     )
     parser.add_argument(
         "--tokens", type=int, default=24, help="length of the sequences compared, at least 12"
@@ -240,35 +243,67 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def show(name: str, ours: GPT2, theirs: GPT2LMHeadModel, tokens: int) -> bool:
+    """Print both models' comparison; whether it holds.
+
+    Raises:
+        ValueError: the sequences do not fit the model.
+    """
+    window = ours.config.n_positions
+    if not 12 <= tokens <= window:
+        raise ValueError(f"--tokens must be from 12 to n_positions {window}, got {tokens}")
+    count = sum(parameter.numel() for parameter in ours.parameters())
+    print(f"{name}: {count:,} parameters")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{versions}, {torch.get_num_threads()} threads")
+    good = report(ours, theirs, tokens)
+    print("\nfused is bit-equal, explicit within rounding" if good else "\nFAILED: see the table")
+    return good
+
+
+def check_model(name: str, tokens: int) -> bool:
+    """A checkpoint beside Hugging Face's reading of it, and an official one's recorded facts."""
+    folder = find(name)
+    theirs = GPT2LMHeadModel.from_pretrained(folder, dtype="float32").eval()
+    good = show(name, GPT2.from_pretrained(folder), theirs, tokens)
+    if name in OFFICIAL:
+        from facts import main as check_facts  # facts.py, beside this file
+
+        del theirs
+        print()
+        good = check_facts(["--model", name]) == 0 and good
+    return good
+
+
+def check_official(tokens: int) -> bool:
+    """check_model for those official models that are on this machine; whether there is one, and all
+    hold."""
+    here = []
+    for name in OFFICIAL:
+        try:
+            find(name, local_files_only=True)
+            here.append(name)
+        except CheckpointError as error:
+            print(f"not checked: {error}")
+    results = [check_model(name, tokens) for name in here]
+    print(f"\n{sum(results)} of {len(here)} official models hold, {len(OFFICIAL)} there are")
+    return bool(here) and all(results)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     transformers.logging.set_verbosity_error()
     try:
-        if args.model:
-            folder = find(args.model)
-            ours, theirs = (
-                GPT2.from_pretrained(folder),
-                GPT2LMHeadModel.from_pretrained(folder, dtype="float32"),
-            )
-            theirs = theirs.eval()
+        if args.model == "official":
+            good = check_official(args.tokens)
+        elif args.model:
+            good = check_model(args.model, args.tokens)
         else:
             ours = harsh_model(SIZES[args.size], args.seed)
-            theirs = hf_twin(ours)
-    except CheckpointError as error:
+            good = show(f"random weights, {args.size}", ours, hf_twin(ours), args.tokens)
+    except ValueError as error:
         print(f"parity.py: error: {error}", file=sys.stderr)
         return 1
-    count = sum(parameter.numel() for parameter in ours.parameters())
-    print(f"{args.model or 'random weights, ' + args.size}: {count:,} parameters")
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{versions}, {torch.get_num_threads()} threads")
-    good = report(ours, theirs, args.tokens)
-    print("\nfused is bit-equal, explicit within rounding" if good else "\nFAILED: see the table")
-    if args.model in OFFICIAL:
-        from facts import main as check_facts  # facts.py, beside this file
-
-        del ours, theirs  # converted to bfloat16 by now: facts are checked on the file's float32
-        print()
-        good = check_facts(["--model", args.model]) == 0 and good
     return 0 if good else 1
 
 

@@ -415,7 +415,13 @@ def test_text_output_has_a_line_for_each_figure(
         ("choice", b'{"context": "a", "choices": ["b", "c"], "label": 2}', "label's number"),
         ("choice", b'{"context": " ", "choices": ["b", "c"], "label": 0}', "an empty context"),
         ("choice", b'{"context": "a", "choices": ["b", ""], "label": 0}', "two answers or more"),
+        (
+            "choice",
+            b'{"context": "a", "choices": ["b", "' + b"c " * 60 + b'"], "label": 0}',
+            "exceed",
+        ),
         ("hellaswag", b'{"ctx": "a", "endings": ["b", "c"]}', 'no "label"'),
+        ("hellaswag", b'{"ctx": "a", "endings": [1, 2], "label": 0}', "an ending is no text"),
         ("hellaswag", b'{"ctx": "a", "endings": ["b", "c"], "label": "x"}', "line 1"),
     ],
 )
@@ -506,6 +512,63 @@ def test_ctrl_c_prints_what_is_known(
     file = write_lines(tmp_path / "c.jsonl", QUESTIONS)
     out, _ = main(capfd, "choice", file, "-m", folder, "--json", "-b", "2", status=130)
     assert json.loads(out)["examples"] == 1  # the other question has an answer that is not scored
+
+
+# After its second batch process 1 interrupts torchrun, which tells all; process 0 is in the middle
+# of its work then, or has done it and waits.
+INTERRUPTED = """
+import os, signal, sys, time
+from minigpt2 import evaluate
+
+rank, busy, score_batches = os.environ.get("RANK", "1"), sys.argv.pop(1), evaluate.score_batches
+
+def interrupted(*arguments):
+    for n, batch in enumerate(score_batches(*arguments)):
+        if rank == "0" and busy == "busy" and n == 1:
+            time.sleep(60)
+        if rank == "1" and n == 2:
+            time.sleep(2)
+            os.kill(os.getppid() if "RANK" in os.environ else os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        yield batch
+
+evaluate.score_batches = interrupted
+sys.exit(evaluate.main())
+"""
+
+
+@pytest.mark.parametrize(("count", "busy"), [(1, "busy"), (2, "busy"), (2, "idle")])
+def test_ctrl_c_from_a_terminal(count: int, busy: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text(TEXT)
+    (tmp_path / "run.py").write_text(INTERRUPTED)
+    run = [sys.executable]
+    if count > 1:
+        run += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    arguments = [
+        tmp_path / "run.py",
+        busy,
+        "perplexity",
+        tmp_path / "t.txt",
+        "-m",
+        folder,
+        "--json",
+    ]
+    root = str(Path(evaluate.__file__).parents[1])
+    done = subprocess.run(
+        [*run, *map(str, arguments), "-b", "1", "--device", "cpu"],
+        env=os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=100,
+        check=False,
+        start_new_session=True,
+    )
+    assert done.returncode == (130 if count == 1 else 1)  # torchrun's own
+    result = json.loads(done.stdout)
+    assert result["complete"] is False
+    windows_of = list(windows(len(TOKENIZER.encode(TEXT)), 32, 16))
+    sizes = sorted((end - first for _, first, end in windows_of), reverse=True)  # as scored
+    scored = {1: sizes[:2], 2: sizes[1:4:2] + (sizes[:1] if busy == "busy" else sizes[::2])}
+    assert result["tokens_scored"] == sum(scored[count])
 
 
 def test_nothing_known_prints_nothing(

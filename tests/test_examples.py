@@ -39,6 +39,7 @@ def pair() -> tuple[MiniGPT2LMHeadModel, GPT2LMHeadModel]:
         {"num_beams": 3, "do_sample": True, "length_penalty": 2.0, "early_stopping": True},
         {"use_cache": False, "num_beams": 2},
         {"repetition_penalty": 1.4, "no_repeat_ngram_size": 2},
+        {"guidance_scale": 1.5},
         {"prompt_lookup_num_tokens": 4},
         {"assistant_model": True},
     ],
@@ -173,8 +174,9 @@ def test_the_harness_finds_the_same_figures(tales_folder: Path, tmp_path: Path) 
     from lm_eval.tasks import TaskManager
     from lm_eval_adapter import MiniGPT2
 
-    anywhere = MiniGPT2("tales", device="cuda:0")  # the harness's default, whatever there is
+    anywhere = MiniGPT2("tales", "auto", "auto", "cuda:0")  # what the harness may say anywhere
     assert anywhere.network.wte.weight.is_cuda == torch.cuda.is_available()
+    assert (anywhere.batch_size, anywhere.network.wte.weight.dtype) == (8, torch.float32)
     names = write_tasks(tmp_path)
     ours, theirs = (
         lm_eval.simple_evaluate(

@@ -73,6 +73,24 @@ def test_a_missing_model_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
+@pytest.mark.parametrize("tokens", ["0", "11", "65"])
+def test_sequences_that_do_not_fit_are_one_line(
+    tokens: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parity.main(["--tokens", tokens]) == 1
+    assert f"must be from 12 to n_positions 64, got {tokens}" in capsys.readouterr().err
+
+
+def test_no_official_model_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert parity.main(["--model", "official"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines[:5]] == list(OFFICIAL)
+    assert lines[-1] == "0 of 0 official models hold, 5 there are"
+
+
 def test_the_first_pass_of_a_process_is_like_the_second() -> None:
     # MKL's first tanh, when split over threads, can be inexact: ops.py makes that call on one
     # number. Only a new process can show it, in one of ten; what can be seen here is that the call
@@ -107,7 +125,7 @@ def test_one_command_checks_all_that_is_claimed_of_the_official_gpt2(
     value that depends on the weights is found wrong."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     official.write(parity.harsh_model(GPT2Config(n_embd=48, eos_token_id=50256)), tmp_path)
-    assert parity.main(["--model", "gpt2", "--tokens", "12"]) == 1
+    assert parity.main(["--model", "official", "--tokens", "12"]) == 1
     table, _, checks = capsys.readouterr().out.partition("fused is bit-equal")
     blocks = [line.split() for line in table.splitlines() if line.startswith("block")]
     assert [block[2] for block in blocks] == ["0"] * 24  # float32 and bfloat16
@@ -115,7 +133,7 @@ def test_one_command_checks_all_that_is_claimed_of_the_official_gpt2(
     known = {fact.id: fact for fact in facts.load_facts() if fact.model in ("gpt2", None)}
     assert known.keys() <= rows.keys()
     for fact_id, fact in known.items():
-        if fact.kind in ("token_ids", "pieces", "decode"):
+        if fact.kind in ("token_ids", "pieces", "decode", "prob_sum"):
             assert " ok " in rows[fact_id]
         elif fact.kind in ("greedy", "beam", "logit", "logprob", "text_loss", "prob", "params"):
             assert " FAILED " in rows[fact_id]

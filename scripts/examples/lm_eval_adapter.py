@@ -41,10 +41,11 @@ class MiniGPT2(TemplateLM):
         super().__init__()
         if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
             device = "cpu"  # the harness says cuda:0 unless told otherwise
-        folder, options = find(pretrained), {"dtype": getattr(torch, dtype), "device": device}
+        kind = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+        folder, options = find(pretrained), {"dtype": kind, "device": device}
         self.network = GPT2.from_pretrained(folder, **options)
         self.speller = Tokenizer.from_pretrained(folder)
-        self.batch_size = int(batch_size)
+        self.batch_size = 8 if str(batch_size).startswith("auto") else int(batch_size)
 
     @property
     def eot_token_id(self) -> int | None:

@@ -7,8 +7,8 @@
     tokenizer = AutoTokenizer.from_pretrained("openai-community/gpt2")
     print(pipeline("text-generation", model, tokenizer=tokenizer)("Once upon a time"))
 
-Whatever takes a PreTrainedModel, such as generate with all its strategies, then runs on our forward
-pass and their cache.
+Whatever takes a PreTrainedModel, such as generate with its strategies and its growing cache (not
+the static one), then runs on our forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from typing import Any
 
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    Cache,
+    DynamicCache,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
 from minigpt2 import GPT2, KVCache
@@ -67,10 +73,12 @@ class MiniGPT2LMHeadModel(PreTrainedModel, GenerationMixin):
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        use_cache: bool | None = None,  # noqa: ARG002 (it says what cache is)
+        use_cache: bool | None = None,
         return_dict: bool | None = None,  # noqa: ARG002 (never a tuple)
     ) -> CausalLMOutputWithCrossAttentions:
-        """The logits, and the loss where there are labels; without a cache given none is made."""
+        """The logits, and the loss where there are labels; a cache is made where use_cache asks."""
+        if cache is None and use_cache:
+            cache = DynamicCache()
         ours = None if cache is None else TheirCache(cache)
         logits = self.network(input_ids, attention_mask, position_ids, ours, logits_to_keep)
         loss = None if labels is None else next_token_loss(logits, labels, self.network.ops)
