@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickletools
 import re
+import secrets
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +32,14 @@ from minigpt2.model import GPT2
 # Causal masks that old checkpoints store beside the weights, by exact name: c_attn.bias also ends
 # in "attn.bias".
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+# All that a state dict is pickled with. torch.load's weights_only lets more through: a bytearray of
+# any size, for instance.
+PICKLED = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor|tensor_v2|parameter)|torch \w+Storage"
+)
+
+LARGEST_HEADER = 1 << 20  # bytes; that of gpt2-xl takes 70,000
 
 # What torch.compile and DistributedDataParallel put in front of a key, and transformers' own
 # prefix.
@@ -126,12 +138,17 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, then put it in the place of `path` in one step.
 
     A link is followed, an existing file keeps its permissions, a pipe or a device is written to.
+
+    Raises:
+        OSError: it may not be written to, or the disk is full.
     """
-    path = path.resolve()
     if path.exists() and not path.is_file():
         write(path)
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = path.resolve()
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(f"Permission denied: {path}")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         write(temporary)
         umask = os.umask(0)
@@ -157,10 +174,9 @@ def _collect(folder: Path) -> dict[str, Tensor]:
                 continue
             if key in tensors:
                 raise CheckpointError(f"{file}: {key} is stored twice")
-            if not tensor.is_floating_point() or tensor.layout != torch.strided or tensor.is_meta:
-                kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+            if not tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{file}: {stored_key} holds {kind}, expected floating-point weights"
+                    f"{file}: {stored_key} holds {tensor.dtype}, expected floating-point weights"
                 )
             tensors[key] = tensor
     return tensors
@@ -181,7 +197,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix == ".bin":
             return _read_pickle(file)
-        _refuse_doubles(file)
+        _refuse_odd_headers(file)
         with safe_open(file, framework="pt") as opened:
             return {key: opened.get_tensor(key) for key in list(opened.keys())}
     except Exception as error:  # the two readers raise many kinds
@@ -200,16 +216,46 @@ def _read_pickle(file: Path) -> dict[str, Tensor]:
                 with archive.open(part) as opened:
                     while part.CRC and opened.read(1 << 22):  # compares at the end
                         pass
+        _refuse_odd_pickles(
+            io.BytesIO(torch._C.PyTorchFileReader(str(file)).get_record("data.pkl"))
+        )
+    else:
+        with file.open("rb") as opened:
+            for _ in range(5):  # number, version, system, the tensors, their storages
+                _refuse_odd_pickles(opened)
     # weights_only: a pickle that holds anything but tensors is refused, not run.
     loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
-    return {str(key): tensor for key, tensor in loaded.items() if isinstance(tensor, Tensor)}
+    tensors = {key: value for key, value in loaded.items() if isinstance(value, Tensor)}
+    for key, tensor in tensors.items():
+        if not isinstance(key, str) or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise ValueError(f"{str(key)[:99]} is not the name of a whole tensor")
+    return tensors
 
 
-def _refuse_doubles(file: Path) -> None:
-    """Of several entries of one name, which the format forbids, safetensors takes the last."""
+def _refuse_odd_pickles(opened: IO[bytes]) -> None:
+    """What would take any amount of memory or time: other classes than those of a state dict, and
+    tuples that are used again, whose hash takes 2**n steps where they hold each other."""
+    tuples: set[object] = set()
+    last = ""
+    for operation, value, _ in pickletools.genops(opened):
+        name = operation.name
+        if name.endswith("GLOBAL") and not PICKLED.fullmatch(str(value)):
+            raise ValueError(f"its pickle asks for {value}")
+        if name.endswith("BINGET") and value in tuples:
+            raise ValueError("its pickle uses a tuple twice")
+        if name.endswith("BINPUT") and last.startswith("TUPLE"):
+            tuples.add(value)
+        last = name
+
+
+def _refuse_odd_headers(file: Path) -> None:
+    """Of several entries of one name, which the format forbids, safetensors takes the last; and a
+    header of many megabytes takes memory and time before it is seen to fit no model."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = opened.read(min(length, 100_000_000))  # safetensors refuses longer ones
+        header = opened.read(min(length, LARGEST_HEADER))
+    if len(header) < length:
+        raise ValueError(f"a header of {length} bytes, cut short or larger than {LARGEST_HEADER}")
 
     def once(pairs: list[tuple[str, object]]) -> None:
         names = [name for name, _ in pairs]

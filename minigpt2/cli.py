@@ -9,12 +9,14 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from minigpt2 import __version__, hub
 from minigpt2.options import KINDS
@@ -23,11 +25,14 @@ if TYPE_CHECKING:
     from minigpt2.model import GPT2
 
 
+DEVICES = "cpu, cuda, mps; default: the fastest there is"
+
+
 class Parser(argparse.ArgumentParser):
     """argparse, with one line for a mistake."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
+        self.exit(2, f"{self.prog}: error: {hub.one_line(message)} (see --help)\n")
 
 
 def open_streams() -> None:
@@ -70,12 +75,19 @@ def new_parser(prog: str, description: str, epilog: str) -> Parser:
     add("--revision", help="a commit, tag or branch of the model; default: a pinned commit")
     add("--offline", action="store_true", help="open no connection")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--device", type=device, default="auto", help=DEVICES)
     add("--color", choices=("auto", "always", "never"), default="auto")
     add("-q", "--quiet", action="store_true", help="no notes on standard error")
     add("-v", "--verbose", action="store_true", help="more notes, and a traceback with an error")
     add("--version", action="version", version=f"minigpt2 {__version__}")
     return parser
+
+
+def device(text: str) -> str:
+    """The argument of --device."""
+    if not re.fullmatch(r"auto|cpu|(cuda|mps|xpu)(:\d{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of cpu, cuda, cuda:1, mps, xpu")
+    return text
 
 
 def add_prompt(parser: Parser) -> None:
@@ -189,11 +201,19 @@ def wants_color(args: argparse.Namespace) -> bool:
 def importing() -> Iterator[None]:
     """While torch is imported Ctrl-C ends the process at once: as an exception it would get lost in
     somebody's `except`."""
-    was = signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    was = signal.getsignal(signal.SIGINT)
+    if was is not signal.SIG_IGN:
+        at_ctrl_c(lambda *_: os._exit(130))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, was)
+        at_ctrl_c(was)
+
+
+def at_ctrl_c(handler: Any) -> None:
+    """Have Ctrl-C do this, where it is not a thread's work that is going on."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handler)
 
 
 def note(args: argparse.Namespace, prog: str, message: str) -> None:
@@ -205,7 +225,7 @@ def note(args: argparse.Namespace, prog: str, message: str) -> None:
 def complain(prog: str, message: str) -> None:
     """One line on standard error; where nobody can read it, the work goes on all the same."""
     with contextlib.suppress(OSError):
-        print(f"{prog}: {message}", file=sys.stderr, flush=True)
+        print(f"{prog}: {hub.one_line(message)}", file=sys.stderr, flush=True)
 
 
 def run(args: argparse.Namespace, prog: str, work: Callable[[], int]) -> int:
@@ -220,7 +240,7 @@ def run(args: argparse.Namespace, prog: str, work: Callable[[], int]) -> int:
         return 141
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, TypeError, ArithmeticError, OSError, RuntimeError, MemoryError) as error:
         if args.verbose:
             traceback.print_exc()
         message = " ".join(str(error).split()) or type(error).__name__

@@ -89,22 +89,26 @@ class GPT2Config:
 
 
 def _is_whole(value: object, lowest: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+    return type(value) is int and lowest <= value < 2**31
 
 
-def _are_ids(value: object) -> bool:
-    return isinstance(value, tuple) and all(_is_whole(token_id, 0) for token_id in value)
+def _are_ids(value: object) -> bool:  # -1 and the like, which some configs have, end no text
+    ids = value if isinstance(value, tuple) else (value,)
+    return all(_is_whole(token_id, -(2**31)) for token_id in ids)
 
 
 # What a field of each type must be.
 CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "int": (lambda v: _is_whole(v, 1), "a positive whole number"),
-    "int | None": (lambda v: v is None or _is_whole(v, 1), "a positive whole number or null"),
+    "int": (lambda v: _is_whole(v, 1), "a positive whole number (below 2**31)"),
+    "int | None": (
+        lambda v: v is None or _is_whole(v, 1),
+        "a positive whole number or null",
+    ),
     "float": (lambda v: type(v) in (int, float) and 0 <= v <= 1, "a number from 0 to 1"),
     "bool": (lambda v: isinstance(v, bool), "true or false"),
     "str": (lambda v: v in ACTIVATIONS, f"one of {', '.join(ACTIVATIONS)}"),
     "int | tuple[int, ...] | None": (
-        lambda v: v is None or _is_whole(v, 0) or _are_ids(v),
+        lambda v: v is None or _are_ids(v),
         "a token id, a list of them or null",
     ),
 }

@@ -122,6 +122,8 @@ def score_batches(
     model: GPT2, requests: Sequence[Request], batch_size: int = 8, share: slice = slice(None)
 ) -> Iterator[list[tuple[int, Score]]]:
     """Score the requests batch by batch, each with its index; `share` picks some of the batches."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     import torch
 
     from minigpt2.texts import evaluating
@@ -512,7 +514,7 @@ def score_task(
             pass
         # From here to the end there is nothing to break off. torchrun passes Ctrl-C on, so that a
         # process gets it twice, or while it waits for the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        cli.at_ctrl_c(signal.SIG_IGN)
     if count > 1:
         import torch.distributed as dist
 
@@ -574,11 +576,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_usage(args)
     except ValueError as error:
         parser.error(str(error))
-    at_ctrl_c = signal.getsignal(signal.SIGINT)
+    was = signal.getsignal(signal.SIGINT)
     try:
         return cli.run(args, PROG, lambda: work(args))
     finally:
-        signal.signal(signal.SIGINT, at_ctrl_c)  # which score_task turns off
+        cli.at_ctrl_c(was)  # score_task has turned it off
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants
 
 PACKAGE = Path(__file__).parent
+LARGEST_TEXT = 1 << 24  # bytes of a config, an index or a vocabulary; GPT-2's largest takes 3.5 MB
 VOCABULARY_FILES = ("vocab.json", "merges.txt", "tokenizer.json")
 
 
@@ -29,8 +30,13 @@ class CheckpointError(ValueError):
     what to do, in one line that a terminal can show, whatever the file held."""
 
     def __init__(self, message: str) -> None:
-        text = message if len(message) <= 4000 else f"{message[:3000]} ... {message[-900:]}"
-        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text))
+        super().__init__(one_line(message))
+
+
+def one_line(message: str) -> str:
+    """A message without what would move a terminal's cursor, or fill its screen."""
+    text = message if len(message) <= 4000 else f"{message[:3000]} ... {message[-900:]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +100,14 @@ def find(
 
 
 def _find(name: str, revision: str | None, local_files_only: bool) -> Path:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"{name}: not UTF-8, which the readers of weights need: rename it"
+        ) from None
+    if revision and not (re.fullmatch(r"\w[\w./+-]*", revision) and ".." not in revision):
+        raise CheckpointError(f"{revision} is not the name of a revision, a branch or a commit")
     is_folder = bool(name) and name not in OFFICIAL and Path(name).is_dir()
     if revision and (name == "tales" or is_folder):
         raise CheckpointError(f"{name} has no revisions, got {revision}: only the Hub's models do")
@@ -125,8 +139,11 @@ def _find(name: str, revision: str | None, local_files_only: bool) -> Path:
 def auto(local_files_only: bool = False) -> tuple[str, str]:
     """The model where none was named, and why: gpt2 if it is here or can be had, else tales."""
     gpt2 = OFFICIAL["gpt2"]
-    if _cached(gpt2.repo_id, "gpt2", gpt2.revision):
-        return "gpt2", "it is in the cache"
+    try:
+        if _cached(gpt2.repo_id, "gpt2", gpt2.revision):
+            return "gpt2", "it is in the cache"
+    except OSError as error:
+        return "tales", f"Hugging Face's cache cannot be entered: {error}"
     if local_files_only or constants.HF_HUB_OFFLINE:
         return "tales", "gpt2 is not in the cache and the Hub is not to be asked"
     if not reachable():
@@ -142,10 +159,10 @@ def reachable(timeout: float = 1.5) -> bool:
     """
     names = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
     proxy = next((os.environ[name] for name in names if os.environ.get(name)), None)
-    url = urlsplit(proxy or constants.ENDPOINT)
     try:
+        url = urlsplit(proxy or constants.ENDPOINT)
         address = (url.hostname or "", url.port or (80 if url.scheme == "http" else 443))
-    except ValueError:  # no such port
+    except ValueError:  # no such port, no such address
         return False
     answered: list[bool] = []
 
@@ -153,7 +170,7 @@ def reachable(timeout: float = 1.5) -> bool:
         try:
             socket.create_connection(address, timeout).close()
             answered.append(True)
-        except OSError:
+        except (OSError, UnicodeError):  # of names that cannot be looked up
             pass
 
     # In a thread, since looking up a name has no time-out of its own.
@@ -196,6 +213,8 @@ def read_text(path: Path) -> str:
         CheckpointError: it cannot be read, or is something else.
     """
     try:
+        if (size := path.stat().st_size) > LARGEST_TEXT:
+            raise ValueError(f"{size} bytes, more than {LARGEST_TEXT}")
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # UTF-8 errors are ValueErrors
         raise CheckpointError(f"{path}: {diagnose(path)} ({error})") from None
@@ -287,11 +306,11 @@ def _download(name: str, repo_id: str, revision: str) -> Path:
             f"{name} is neither a folder here nor a public model on {constants.ENDPOINT}"
         ) from None
     except errors.RemoteEntryNotFoundError as error:
-        raise CheckpointError(f"{name} is not a checkpoint: {_one_line(error)}") from None
+        raise CheckpointError(f"{name} is not a checkpoint: {_joined(error)}") from None
     except CheckpointError:
         raise
     except Exception as error:  # disk full, no permission; the HTTP client's own, let through
-        reason = _one_line(error.__cause__ or error)
+        reason = _joined(error.__cause__ or error)
         raise CheckpointError(f"{name} could not be downloaded: {reason}: try again") from None
     official = OFFICIAL.get(name)
     if official and official.revision == revision:
@@ -300,12 +319,38 @@ def _download(name: str, repo_id: str, revision: str) -> Path:
 
 
 def _get(repo_id: str, revision: str, file: str) -> Path:
-    from huggingface_hub import hf_hub_download
+    """Download one file.
 
-    return Path(hf_hub_download(repo_id, file, revision=revision, etag_timeout=5))
+    Raises:
+        CheckpointError: the Hub asks to wait, or its file is not what it says itself.
+        Exception: huggingface_hub's own.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    where = f"{file} of {repo_id}"
+    try:
+        url = hf_hub_url(repo_id, file, revision=revision)
+        etag = get_hf_file_metadata(url, timeout=5).etag or ""
+        if not re.fullmatch(r"[\w-]*", etag):  # becomes the name of a file
+            raise CheckpointError(f"{where}: {constants.ENDPOINT} gives it the name {etag}")
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code == 429:  # huggingface_hub would wait, be it for an hour
+            seconds = error.response.headers.get("Retry-After", "some")
+            raise CheckpointError(
+                f"{where}: {constants.ENDPOINT} takes no more requests for {seconds} seconds: "
+                "try again later, or log in"
+            ) from None
+    path = Path(hf_hub_download(repo_id, file, revision=revision, etag_timeout=5))
+    # The cache names a large file by its sha256, but nobody compares.
+    blob = path.resolve()
+    if re.fullmatch("[0-9a-f]{64}", blob.name) and sha256(blob) != blob.name:
+        blob.unlink()
+        path.unlink(missing_ok=True)
+        raise CheckpointError(f"{where}: what came has another sha256: deleted; try again")
+    return path
 
 
-def _one_line(error: BaseException) -> str:
+def _joined(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 

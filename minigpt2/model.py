@@ -192,6 +192,10 @@ class GPT2(nn.Module):
         shape, n_positions, V = token_ids.shape, self.config.n_positions, self.config.vocab_size
         if token_ids.dim() != 2 or token_ids.numel() == 0:
             raise ValueError(f"token_ids must be (B, T), not empty, got {tuple(shape)}")
+        if token_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"token_ids must be whole numbers (int64), got {token_ids.dtype}")
+        if position_ids is not None and position_ids.shape not in (shape, (1, shape[1])):
+            raise ValueError(f"position_ids are {tuple(position_ids.shape)}, not {tuple(shape)}")
         if past + shape[1] > n_positions:
             total = f"{past} cached + {shape[1]} new tokens"
             raise ValueError(f"{total} exceed n_positions {n_positions}: feed the last ones alone")

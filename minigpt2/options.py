@@ -46,18 +46,18 @@ class GenerationOptions:
     context_overflow: str = "stop"
 
     def __post_init__(self) -> None:
-        for name, lowest in LOWEST.items():
+        for name, (low, high) in COUNTS.items():
             value = getattr(self, name)
             if value is None and name == "prompt_lookup_num_tokens":
                 continue
-            if not _is_whole(value, lowest):
+            if not _is_whole(value, low, high):
                 raise ValueError(
-                    f"{name} must be a whole number of at least {lowest}, got {value!r}"
+                    f"{name} must be a whole number from {low} to {high}, got {value!r}"
                 )
-        for name, (low, high) in RANGES.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
-            if not isinstance(value, Real) or not low <= float(value) <= high:
-                raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}")
+            if not isinstance(value, Real) or not least <= float(value) <= most:
+                raise ValueError(f"{name} must be a number from {least} to {most}, got {value!r}")
         if not isinstance(self.do_sample, bool):
             raise ValueError(f"do_sample must be True or False, got {self.do_sample!r}")
         early, overflow = self.early_stopping, self.context_overflow
@@ -69,9 +69,9 @@ class GenerationOptions:
         listed = isinstance(words, list | tuple)
         if not listed or not all(word and _are_ids(word) for word in words):
             raise ValueError(f"bad_words_ids must be non-empty lists of token ids, got {words!r}")
-        if eos is not None and not _is_whole(eos, 0) and not _are_ids(eos):
+        if eos is not None and not _is_id(eos) and not _are_ids(eos):
             raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
-        if pad is not None and not _is_whole(pad, 0):
+        if pad is not None and not _is_id(pad):
             raise ValueError(f"pad_token_id must be a token id, got {pad!r}")
         if 1 < self.num_beams < self.num_return_sequences:
             texts = f"num_return_sequences {self.num_return_sequences}"
@@ -84,16 +84,16 @@ class GenerationOptions:
 
 
 # Of the options that count something, and of those that are measured: what they may be.
-LOWEST = {
-    "max_new_tokens": 0,
-    "min_new_tokens": 0,
-    "top_k": 0,
-    "no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-    "num_beams": 1,
-    "prompt_lookup_num_tokens": 0,
-    "max_matching_ngram_size": 1,
-    "num_assistant_tokens": 1,
+COUNTS = {
+    "max_new_tokens": (0, 2**31 - 1),
+    "min_new_tokens": (0, 2**31 - 1),
+    "top_k": (0, 2**31 - 1),
+    "no_repeat_ngram_size": (0, 2**31 - 1),
+    "num_return_sequences": (1, 10_000),
+    "num_beams": (1, 10_000),
+    "prompt_lookup_num_tokens": (0, 2**31 - 1),
+    "max_matching_ngram_size": (1, 2**31 - 1),
+    "num_assistant_tokens": (1, 2**31 - 1),
 }
 RANGES = {
     "temperature": (0, 1e30),
@@ -104,9 +104,15 @@ RANGES = {
 }
 
 
-def _is_whole(value: object, lowest: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= lowest
+def _is_whole(value: object, low: int, high: int) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Integral):  # which numpy's numbers are too
+        return False
+    return low <= int(value) <= high
+
+
+def _is_id(value: object) -> bool:
+    return _is_whole(value, 0, 2**31 - 1)
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(_is_whole(item, 0) for item in value)
+    return isinstance(value, list | tuple) and all(map(_is_id, value))

@@ -310,10 +310,12 @@ class Screen:
 
     def __call__(self, x: Tensor, table: Tensor, k: int) -> Tensor | None:
         """(N, C) -> (N, V): the k best scores of each row, and -inf for what cannot be among them;
-        None where rounding might decide."""
+        None where rounding might decide, or a number is none."""
         # x in 127ths of its largest number, and what is left in 254ths of one of those: whole
         # numbers, which the kernel takes as they are.
         step = x.abs().amax(dim=1, keepdim=True) / 127
+        if not step.isfinite().all():
+            return None
         x = x / torch.where(step == 0, 1, step)
         whole = x.round()
         finer = ((x - whole) * 254).round()

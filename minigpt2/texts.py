@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,18 +16,30 @@ from minigpt2.model import GPT2, positions
 from minigpt2.options import GenerationOptions
 from minigpt2.sampling import Processor, processors
 
+# How many generations go on with a model, and the mode it was in before them.
+_EVALUATING: WeakKeyDictionary[GPT2, tuple[int, bool]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
 
 @contextlib.contextmanager
 def evaluating(*models: GPT2) -> Iterator[None]:
-    """The models in evaluation mode; afterwards each is in its former one again."""
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
+    """The models in evaluation mode; afterwards, when no thread needs that any more, each is in its
+    former one again."""
+    with _LOCK:
+        for model in models:
+            users, was_training = _EVALUATING.get(model, (0, model.training))
+            _EVALUATING[model] = users + 1, was_training
+            model.eval()
     try:
         yield
     finally:
-        for model, was_training in zip(models, modes, strict=True):
-            model.train(was_training)
+        with _LOCK:
+            for model in models:
+                users, was_training = _EVALUATING.pop(model)
+                if users > 1:
+                    _EVALUATING[model] = users - 1, was_training
+                else:
+                    model.train(was_training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +164,7 @@ def _end_ids(model: GPT2, options: GenerationOptions) -> list[int]:
     """The ids that end a text; one that is no token of the model's can never come up."""
     ids = options.eos_token_id if options.eos_token_id is not None else model.config.eos_token_ids
     listed = list(ids) if isinstance(ids, Sequence) else [ids]
-    return [token_id for token_id in listed if token_id < model.config.vocab_size]
+    return [token_id for token_id in listed if 0 <= token_id < model.config.vocab_size]
 
 
 def _left_padding(request: Request, eos: Sequence[int]) -> Tensor | None:

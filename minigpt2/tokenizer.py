@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,9 +183,8 @@ def _gpt2() -> Tokenizer:
     content = VOCAB_BPE.read_bytes()
     if hashlib.sha256(content).hexdigest() != VOCAB_BPE_SHA256:
         raise ValueError(f"{VOCAB_BPE} is damaged: install minigpt2 again")
-    merges = content.decode("utf-8").split("\n")[
-        1:-1
-    ]  # a version line, then "first second" by priority
+    # A version line, then "first second" by priority.
+    merges = content.decode("utf-8").split("\n")[1:-1]
     tokens = [*byte_characters().values(), *(merge.replace(" ", "") for merge in merges)]
     return Tokenizer(_to_bytes(tokens, range(len(tokens))), {END_OF_TEXT: len(tokens)})
 
@@ -202,10 +201,9 @@ def _read_vocab(vocab_json: Path, merges_txt: Path) -> tuple[dict[bytes, int], d
     lines = read_text(merges_txt).rstrip("\r\n").splitlines()
     merges = [line for line in lines if not line.startswith("#version")]
     vocab = read_json(vocab_json)
-    added = vocab_json.with_name("added_tokens.json")
-    if added.is_file():
-        vocab |= read_json(added)
-    return _ranks_and_specials(vocab, merges, f"{vocab_json} and {merges_txt.name}")
+    added_file = vocab_json.with_name("added_tokens.json")
+    added = read_json(added_file) if added_file.is_file() else {}
+    return _ranks_and_specials(vocab | added, merges, added, f"{vocab_json} and {merges_txt.name}")
 
 
 def _read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int]]:
@@ -216,13 +214,21 @@ def _read_tokenizer_json(path: Path) -> tuple[dict[bytes, int], dict[str, int]]:
                 f"{path}: {', '.join(others)}: not implemented, only GPT-2's byte-level BPE"
             )
         model = content["model"]
-        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        vocab = model["vocab"] | {
-            token["content"]: token["id"] for token in content.get("added_tokens", [])
-        }
+        merges = [_merge(merge) for merge in model["merges"]]
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+        vocab = model["vocab"] | added
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a BPE tokenizer: {error!r}") from None
-    return _ranks_and_specials(vocab, merges, str(path))
+    return _ranks_and_specials(vocab, merges, added, str(path))
+
+
+def _merge(written: str | list[str]) -> str:
+    """A merge as merges.txt has it; tokenizer.json has that, or lists of two."""
+    if isinstance(written, str):
+        return written
+    if not isinstance(written, list) or [type(part) for part in written] != [str, str]:
+        raise TypeError(f"{written!r} is no merge")
+    return " ".join(written)
 
 
 def _other_rules(content: dict[str, Any]) -> list[str]:
@@ -253,11 +259,14 @@ def _other_rules(content: dict[str, Any]) -> list[str]:
 
 
 def _ranks_and_specials(
-    vocab: dict[str, int], merges: Sequence[str], files: str
+    vocab: dict[str, int], merges: Sequence[str], added: Collection[str], files: str
 ) -> tuple[dict[bytes, int], dict[str, int]]:
     """Split a vocabulary file into byte-level tokens and special ones, and see that ids follow the
-    merges' order, since tiktoken takes the id for the priority."""
+    merges' order, since tiktoken takes the id for the priority. added: tokens said to be special.
+    """
     ids = vocab.values()
+    if others := [token for token in vocab if not isinstance(token, str) or len(token) > 10_000]:
+        raise CheckpointError(f"{files}: {str(others[0])[:99]} cannot be a token")
     if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise CheckpointError(f"{files}: token ids must be whole numbers from 0 to 2**31 - 1")
     if len(set(ids)) < len(ids):
@@ -284,6 +293,12 @@ def _ranks_and_specials(
         )
     special = {token: token_id for token, token_id in vocab.items() if token not in known}
     for token in special:
+        halves = ((token[:n], token[n:]) for n in range(1, len(token)))
+        if token not in added and any(a in vocab and b in vocab for a, b in halves):
+            raise CheckpointError(
+                f"{files}: no merge makes the token {token!r}: the merges are cut short, download "
+                "them again"
+            )
         if not token or token != token.encode("utf-8", "replace").decode():
             raise CheckpointError(f"{files}: {token!r} cannot be a token: no text holds it")
     return _to_bytes(tokens, [vocab[token] for token in tokens]), special

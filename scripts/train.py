@@ -196,6 +196,8 @@ def train(
                 is_best = held < progress.best
                 progress = Progress(step, min(held, progress.best))
                 save(model, optimizer, progress, is_best, args.out, args.save_dtype)
+                if reporter:
+                    reporter.show(record)
 
 
 def draw_blocks(data: Tokens, step: int, args: argparse.Namespace) -> Tensor:
@@ -287,8 +289,9 @@ def check(args: argparse.Namespace) -> None:
     whole = {"batch_size": 1, "accumulate": 1, "steps": 0, "warmup": 0, "eval_every": 1, "seed": 0}
     for name, least in (whole | {"context": 1, "lr": 0, "weight_decay": 0, "clip": 0}).items():
         value = getattr(args, name)
-        if value is not None and not value >= least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if value is not None and not least <= value < 2**31:
+            bounds = f"from {least} to 2**31 - 1"
+            raise ValueError(f"--{name.replace('_', '-')} must be {bounds}, got {value}")
     if not 0 < args.held_out < 1:
         raise ValueError(f"--held-out must be between 0 and 1, got {args.held_out}")
     share, rest = divmod(args.batch_size, args.world)
@@ -331,7 +334,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--save-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     add("--plot", action="store_true", help="draw the losses into OUT/loss.svg")
-    add("--device", default="auto", help="cpu, cuda, mps; default: the fastest there is")
+    add("--device", type=cli.device, default="auto", help=cli.DEVICES)
     add("--bf16", action="store_true", help="multiply matrices in bfloat16 (autocast)")
     add("--compile", action="store_true", help="torch.compile: a slow start, then faster steps")
     add("--fsdp", action="store_true", help="torchrun: share the model out, not copy it")

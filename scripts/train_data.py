@@ -61,10 +61,10 @@ def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> To
     if tokenizer.end_of_text_id is None or tokenizer.n_vocab > 65536:
         have = f"{tokenizer.n_vocab} ids" + " and no <|endoftext|>" * (not tokenizer.end_of_text_id)
         raise ValueError(f"a vocabulary of {have}: {END_OF_TEXT} and at most 65536 ids are needed")
-    named = [file for path in paths for file in _files(path)]
+    named = [file for path in paths for file in _files(path, folder.parent)]
     distinct = list({file.resolve(): file for file in named}.values())
     cache = folder / f"{_key(distinct, tokenizer)}.bin"
-    if not cache.is_file():
+    if not _is_whole(cache, len(distinct)):
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(cache, lambda path: _write(path, distinct, tokenizer))
     lengths = np.fromfile(cache, np.int64, len(distinct))
@@ -74,13 +74,15 @@ def read_tokens(paths: Sequence[Path], tokenizer: Tokenizer, folder: Path) -> To
     return Tokens(ids, [spans[file.resolve()] for file in named])
 
 
-def _files(path: Path) -> list[Path]:
-    """The file itself, or all files below the folder by name, hidden ones aside."""
+def _files(path: Path, out: Path) -> list[Path]:
+    """The file itself, or all files below the folder by name, without hidden ones and OUT's."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"{path}: no such file or folder")
     below = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
+    if path.resolve() in out.resolve().parents:
+        below = [file for file in below if out.resolve() not in (path / file).resolve().parents]
     visible = [path / file for file in below if not any(p.startswith(".") for p in file.parts)]
     if not visible:
         raise ValueError(f"{path}: no files in this folder")
@@ -99,6 +101,14 @@ def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
                 content.update(part)
         key.update(content.digest() + path.suffix.encode())
     return key.hexdigest()[:16]
+
+
+def _is_whole(cache: Path, n_files: int) -> bool:
+    """Whether it is there, and as long as it says."""
+    if not cache.is_file() or cache.stat().st_size < 8 * n_files:
+        return False
+    lengths = np.fromfile(cache, np.int64, n_files)
+    return bool(cache.stat().st_size == lengths.nbytes + 2 * lengths.sum())
 
 
 def _write(target: Path, files: Sequence[Path], tokenizer: Tokenizer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import sys
@@ -50,8 +49,9 @@ class Reporter:
             self.losses.append(record["loss"])
             self.bar.set_postfix_str(f"loss {record['loss']:.3f}", refresh=False)
             self.bar.update(self.tokens)
-        if "validation_loss" not in record:
-            return
+
+    def show(self, record: dict[str, Any]) -> None:
+        """Say how an evaluation went; once it is saved, since the terminal may be gone."""
         trained = f"train {statistics.fmean(self.losses):.4f}  " if self.losses else ""
         self.losses.clear()
         where = f"step {record['step']}  tokens {record['tokens']:,}"
@@ -70,12 +70,21 @@ class Reporter:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, one for each step; a last line that a kill cut short does not count."""
-    records = []
-    if path.is_file():
-        with contextlib.suppress(json.JSONDecodeError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                records.append(json.loads(line))
+    """The records of a log, one for each step; a last line that a kill cut short does not count.
+
+    Raises:
+        ValueError: another line is no record.
+    """
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+            records[-1]["step"] = int(records[-1]["step"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            if number == len(lines):
+                return records[: number - 1]
+            raise ValueError(f"{path}: line {number} is no record: remove the file") from None
     return records
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from minigpt2 import GPT2
@@ -85,13 +86,17 @@ def resume(model: GPT2, optimizer: Optimizer, out: Path, dtype: str) -> Progress
             metadata, keys = file.metadata(), list(file.keys())
             tensors = {key: file.get_tensor(key) for key in keys}
         progress = Progress(int(metadata["step"]), float(metadata["best"]))
-        there, here = json.loads(metadata["config"]), _sizes(model)
+        there, here = dict(json.loads(metadata["config"])), _sizes(model)
+        if progress.step < 0 or math.isnan(progress.best):
+            raise ValueError(f"step {progress.step}, best {progress.best}")
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{out / STATE} is damaged ({error}): choose another --out") from None
     if differing := [key for key in here if here[key] != there.get(key)]:
         names = ", ".join(f"{key} {there.get(key)}, not {here[key]}" for key in differing)
         raise ValueError(f"{out} holds a run of {names}: choose another --out")
     parameters = dict(model.named_parameters())
+    if odd := _odd_tensors(tensors, parameters):
+        raise ValueError(f"{out / STATE} is damaged ({', '.join(odd[:9])}): choose another --out")
     for key, tensor in tensors.items():
         kind, _, name = key.partition(".")
         parameter = parameters[name]
@@ -104,6 +109,23 @@ def resume(model: GPT2, optimizer: Optimizer, out: Path, dtype: str) -> Progress
     if first:
         _export(model, tensors, out, dtype)
     return progress
+
+
+def _odd_tensors(tensors: dict[str, Tensor], parameters: dict[str, Parameter]) -> list[str]:
+    """What is not, for each parameter, its value and AdamW's step and moments (none before the
+    first step), of the same shape."""
+    stepped = any(key.startswith("exp_avg") for key in tensors)
+    expected = {
+        f"{kind}.{name}": () if kind == "step" else tuple(parameter.shape)
+        for name, parameter in parameters.items()
+        for kind in ("model", *(("exp_avg", "exp_avg_sq", "step") if stepped else ()))
+    }
+    fits = {
+        key
+        for key in expected.keys() & tensors.keys()
+        if tensors[key].shape == expected[key] and tensors[key].is_floating_point()
+    }
+    return sorted((expected.keys() | tensors.keys()) - fits)
 
 
 def keep_vocabulary(source: Path, out: Path) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -24,7 +25,8 @@ import numpy as np
 import pytest
 import torch
 import train
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 from transformers import GPT2LMHeadModel
@@ -449,16 +451,16 @@ def refused(given: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--steps -1", "--steps must be at least 0, got -1"),
-        ("--batch-size 0", "--batch-size must be at least 1, got 0"),
+        ("--steps -1", "--steps must be from 0 to 2**31 - 1, got -1"),
+        ("--batch-size 0", "--batch-size must be from 1 to 2**31 - 1, got 0"),
         ("--accumulate 5", "--batch-size 4 does not divide into 1 processes of --accumulate 5"),
-        ("--accumulate 0", "--accumulate must be at least 1"),
-        ("--eval-every 0", "--eval-every must be at least 1"),
-        ("--context 0", "--context must be at least 1"),
+        ("--accumulate 0", "--accumulate must be from 1 to"),
+        ("--eval-every 0", "--eval-every must be from 1 to"),
+        ("--context 0", "--context must be from 1 to"),
         ("--context 17", "--context 17 exceeds n_positions 16"),
-        ("--lr nan", "--lr must be at least 0, got nan"),
+        ("--lr nan", "--lr must be from 0 to 2**31 - 1, got nan"),
         ("--lr 1e30", "--lr"),
-        ("--seed -1", "--seed must be at least 0"),
+        ("--seed -1", "--seed must be from 0 to"),
         ("--dropout 1.5", "embd_pdrop must be a number from 0 to 1, got 1.5"),
         ("--n-embd 32", "n_embd: --init brings its own sizes"),
         ("--init nowhere/at-all", "nowhere/at-all"),
@@ -528,6 +530,76 @@ def test_another_checkpoint_is_not_overwritten(
     torn = tmp_path / "torn" / "training.safetensors"
     torn.write_bytes((trained / "training.safetensors").read_bytes()[:-9])
     assert f"{torn} is damaged" in refused(arguments("torn"), capsys)
+
+
+def harm_state(harm: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    if harm == "shape of a moment":  # which a fused AdamW would read beyond
+        tensors["exp_avg.wte.weight"] = torch.zeros(1)
+    elif harm == "shape of a weight":
+        tensors["model.ln_f.bias"] = torch.zeros(1)
+    elif harm == "dtype":
+        tensors["model.ln_f.bias"] = tensors["model.ln_f.bias"].long()
+    elif harm == "missing weight":
+        del tensors["model.wte.weight"]
+    elif harm == "missing moment":
+        del tensors["exp_avg.wte.weight"]
+    elif harm == "unknown":
+        tensors["foo"] = torch.zeros(1)
+    elif harm == "step":
+        metadata["step"] = "-5"
+    elif harm == "best":
+        metadata["best"] = "nan"
+    else:
+        metadata["config"] = "[1]"
+
+
+HARMS = """shape of a moment, shape of a weight, dtype, missing weight, missing moment, unknown,
+step, best, config"""
+
+
+@pytest.mark.parametrize("harm", re.split(r",\s", HARMS))
+def test_a_state_that_is_none_is_refused(
+    harm: str,
+    arguments: Callable[..., list[str]],
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(trained, tmp_path / "model")
+    state = tmp_path / "model" / "training.safetensors"
+    with safe_open(state, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(state)
+    harm_state(harm, tensors, metadata)
+    save_file(tensors, state, metadata)
+    assert f"{state} is damaged (" in refused(arguments("model"), capsys)
+
+
+def test_a_log_that_is_none_is_refused_and_kept(
+    arguments: Callable[..., list[str]],
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(trained, tmp_path / "model")
+    path = tmp_path / "model" / "log.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    for line in (b"5\n", b'{"a": 1}\n', b'{"step": "x"}\n', b"\xff\n", b"[" * 100_000 + b"\n"):
+        path.write_bytes(b"".join([line, *lines[1:]]))
+        before = path.read_bytes()
+        assert f"{path}: line 1 is no record" in refused(arguments("model"), capsys)
+        assert path.read_bytes() == before
+
+
+def test_a_terminal_that_fails_does_not_cost_the_checkpoint(
+    arguments: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(train.Reporter, "show", fail)
+    assert train.main(arguments("model")) == 1
+    assert (tmp_path / "model" / "training.safetensors").is_file()
 
 
 def test_a_full_disk_is_one_line_and_keeps_the_old_checkpoint(

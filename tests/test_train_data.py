@@ -91,6 +91,23 @@ def test_tokens_are_kept_until_a_text_or_the_vocabulary_changes(
     assert read_tokens([path], by_bytes, tmp_path / "cache").ids.tolist() == [256, *b"two one"]
 
 
+@pytest.mark.parametrize("size", [0, 9, 11])
+def test_a_cut_cache_is_made_anew(size: int, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The king and the queen went to the sea")
+    ids = read_tokens([tmp_path / "a.txt"], TOKENIZER, tmp_path / "tokens").ids.tolist()
+    (cache,) = (tmp_path / "tokens").iterdir()
+    cache.write_bytes(cache.read_bytes()[:size])
+    assert read_tokens([tmp_path / "a.txt"], TOKENIZER, tmp_path / "tokens").ids.tolist() == ids
+
+
+def test_what_a_run_wrote_below_its_data_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The king")
+    folder = tmp_path / "out" / "tokens"
+    ids = read_tokens([tmp_path], TOKENIZER, folder).ids.tolist()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"\xff")
+    assert read_tokens([tmp_path], TOKENIZER, folder).ids.tolist() == ids
+
+
 def test_processes_that_tokenise_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
     path = tmp_path / "story.txt"
     path.write_text("one two " * 20_000)
