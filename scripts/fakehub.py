@@ -17,6 +17,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
     files: ClassVar[dict[str, bytes]] = {}
     commit = "c" * 40
     requests: ClassVar[list[str]] = []
+    headers_sent: ClassVar[dict[str, str]] = {}  # besides the usual ones, or in their place
     mood = "well"
 
     def answer(self) -> None:
@@ -36,9 +37,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.send_response(status)
         if code:
             self.send_header("X-Error-Code", code)
-        self.send_header("X-Repo-Commit", self.commit)
-        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
-        self.send_header("Content-Length", str(len(body)))
+        headers = {
+            "X-Repo-Commit": self.commit,
+            "ETag": f'"{hashlib.sha256(body).hexdigest()}"',
+            "Content-Length": str(len(body)),
+        }
+        for header, value in (headers | self.headers_sent).items():
+            self.send_header(header, value)
         self.end_headers()
         if self.command == "GET":
             self.send_body(body)
@@ -68,6 +73,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def serving(files: dict[str, bytes]) -> Iterator[str]:
     """Such a Hub with these files, in a good mood; its address."""
     Hub.files, Hub.requests, Hub.mood, Hub.commit = dict(files), [], "well", "c" * 40
+    Hub.headers_sent = {}
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     running.daemon_threads = True
     threading.Thread(target=running.serve_forever, daemon=True).start()

@@ -295,6 +295,7 @@ DAMAGED = {
     "seven bytes": b"\0" * 7,
     "header of 2**63": struct.pack("<Q", 2**63) + b"{}",
     "header too large": struct.pack("<Q", 100_000_001) + b"{}",
+    "header of many blanks": struct.pack("<Q", 2**20 + 8) + b"{}" + b" " * (2**20 + 6),
     "one byte short": header({"a": entry([2], 0, 8)}) + b"\0" * 7,
     "one byte long": header({"a": entry([2], 0, 8)}) + b"\0" * 9,
     "backward offsets": header({"a": entry([2], 8, 0)}) + b"\0" * 8,
@@ -511,6 +512,12 @@ def test_a_damaged_json_file_is_named_with_the_remedy(
     refused(saved, name, remedy)
 
 
+def test_a_text_of_any_size_is_not_read(saved: Path) -> None:
+    with (saved / "config.json").open("r+b") as opened:
+        opened.truncate(2**40)  # a hole
+    refused(saved, "config.json", "1099511627776 bytes, more than 16777216")
+
+
 def test_mask_buffers_of_every_layer_are_known() -> None:
     assert MASK_BUFFER.fullmatch("h.11.attn.bias")
     assert MASK_BUFFER.fullmatch("h.47.attn.masked_bias")
@@ -582,6 +589,15 @@ def test_files_are_replaced_with_respect(tmp_path: Path) -> None:
     assert os.read(reader, 100) == b"through"
     os.close(reader)
     assert pipe.is_fifo()
+    with tempfile.TemporaryDirectory() as temporary:
+        Path(temporary).chmod(0o777)
+        kept = Path(temporary, "kept")
+        kept.write_text("old")
+        kept.chmod(0o444)
+        with pytest.raises(PermissionError, match=f"Permission denied: {kept}"):
+            as_nobody(lambda: replace_file(kept, lambda path: path.write_text("new")))
+        assert kept.read_text() == "old"
+        assert list(kept.parent.iterdir()) == [kept]
 
 
 def test_a_failed_save_keeps_the_old_file(

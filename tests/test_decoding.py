@@ -3,6 +3,7 @@ Face's."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -202,6 +203,21 @@ def test_a34_generate_restores_the_mode(tiny: GPT2) -> None:
     assert not model.training
     steps.close()  # the caller has enough
     assert model.training
+
+
+def test_threads_that_share_a_model_in_training_mode(tiny: GPT2) -> None:
+    """While any thread generates the model has no dropout, though others have ended."""
+    model = harsh_model(dataclasses.replace(SIZES["tiny"], resid_pdrop=0.5)).train()
+    ids, options = torch.tensor([[1, 2]]), GenerationOptions(eos_token_id=(), max_new_tokens=8)
+    first, second = decode(Request(model, ids, options)), decode(Request(model, ids, options))
+    tokens = [next(first).token_ids]
+    next(second)
+    second.close()
+    assert not model.training
+    tokens += [step.token_ids for step in first]
+    assert model.training
+    alone = tiny.generate(ids, eos_token_id=(), max_new_tokens=8)
+    assert torch.stack(tokens, dim=1).tolist() == alone[:, 2:].tolist()
 
 
 def test_what_generate_made_can_be_trained_on() -> None:
@@ -413,6 +429,15 @@ def test_an_end_of_text_outside_the_vocabulary_never_comes(tiny: GPT2, random_id
             tiny.generate(ids, eos_token_id=500, min_new_tokens=2, max_new_tokens=4, **options),
             tiny.generate(ids, eos_token_id=(), max_new_tokens=4, **options),
         )
+
+
+def test_an_end_of_text_below_zero_in_a_config_never_comes(random_ids: Draw) -> None:
+    ids, config = random_ids(1, 4), dataclasses.replace(SIZES["tiny"], eos_token_id=-1)
+    model = harsh_model(config)
+    assert torch.equal(
+        model.generate(ids, min_new_tokens=2, max_new_tokens=4),
+        model.generate(ids, eos_token_id=(), max_new_tokens=4),
+    )
 
 
 def test_padding_is_inferred_from_a_pad_that_is_no_end_of_text(tiny: GPT2) -> None:

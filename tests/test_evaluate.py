@@ -520,6 +520,7 @@ INTERRUPTED = """
 import os, signal, sys, time
 from minigpt2 import evaluate
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
 rank, busy, score_batches = os.environ.get("RANK", "1"), sys.argv.pop(1), evaluate.score_batches
 
 def interrupted(*arguments):

@@ -235,6 +235,50 @@ def test_what_the_hub_refuses(name: str, mood: str, message: str, server: type[H
         GPT2.from_pretrained(name)
 
 
+def test_a_hub_that_asks_to_wait_is_not_waited_for(server: type[Hub]) -> None:
+    server.mood, server.headers_sent = "429", {"Retry-After": "3600"}
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"no more requests for 3600 seconds: try again"):
+        hub.find("someone/tiny")
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("etag", ["../../../harmed", "/tmp/harmed", ".", "a b"])
+def test_a_hub_s_name_for_a_file_cannot_lead_out_of_the_cache(
+    etag: str, server: type[Hub], tmp_path: Path
+) -> None:
+    server.headers_sent = {"ETag": f'"{etag}"'}
+    with pytest.raises(
+        CheckpointError, match=r"config\.json of someone/tiny: .* gives it the name"
+    ):
+        hub.find("someone/tiny")
+    assert not [path for path in tmp_path.rglob("*harmed*")]
+
+
+def test_what_is_not_of_the_sha256_that_the_hub_says_is_deleted(
+    server: type[Hub], tiny: GPT2
+) -> None:
+    server.headers_sent = {"ETag": f'"{"0" * 64}"'}
+    with pytest.raises(CheckpointError, match=r"config\.json .* has another sha256: deleted"):
+        hub.find("someone/tiny")
+    assert not [path for path in Path(constants.HF_HUB_CACHE).rglob("*0000") if path.is_file()]
+    server.headers_sent = {}
+    assert torch.equal(GPT2.from_pretrained("someone/tiny").wte.weight, tiny.wte.weight)
+
+
+@pytest.mark.parametrize("revision", ["/etc", "../../x", "a/../../b", "a b", "\n", ".", "x?y=z"])
+def test_what_is_no_revision_is_refused_unasked(revision: str, server: type[Hub]) -> None:
+    with pytest.raises(CheckpointError, match="is not the name of a revision"):
+        hub.find("someone/tiny", revision=revision)
+    assert server.requests == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_name_that_is_not_utf_8_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"x\\udcff: not UTF-8"):
+        hub.find("x\udcff")
+
+
 def test_a_repository_without_a_model(server: type[Hub]) -> None:
     del server.files["config.json"]
     with pytest.raises(CheckpointError, match=r"someone/tiny is not a checkpoint: .*config\.json"):
@@ -248,8 +292,9 @@ def test_a_proxy_has_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
         assert hub.reachable()
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:99999")
-    assert not hub.reachable()
+    for proxy_url in ("http://127.0.0.1:99999", "http://[::1", f"http://{'x' * 99}.a"):
+        monkeypatch.setenv("https_proxy", proxy_url)
+        assert not hub.reachable()
 
 
 def test_a_hub_that_cannot_be_reached_is_known_within_two_seconds(

@@ -268,6 +268,17 @@ def test_positions_outside_the_window_are_refused(position: int, ops: Explicit) 
         GPT2(TINY, ops)(torch.tensor([[1, 2]]), position_ids=torch.tensor([[0, position]]))
 
 
+def test_ids_and_positions_of_another_kind_are_refused(tiny: GPT2) -> None:
+    with pytest.raises(ValueError, match=r"whole numbers \(int64\), got torch\.float32"):
+        tiny(torch.tensor([[1.0, 2.0]]))
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    for shape in ((2, 2), (3, 3), (3,), (2, 1)):
+        with pytest.raises(ValueError, match="position_ids are .*, not \\(2, 3\\)"):
+            tiny(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
+    row = torch.tensor([[5, 6, 7]])
+    assert torch.equal(tiny(ids, position_ids=row), tiny(ids, position_ids=row.expand(2, 3)))
+
+
 def test_a_full_cache_is_refused_with_the_numbers(tiny: GPT2) -> None:
     cache = KVCache(TINY, 1, 3)
     tiny(torch.tensor([[1, 2, 3]]), cache=cache)

@@ -691,6 +691,23 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, file: str, content: b
         Tokenizer.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("kept", [7, 5, 0])
+def test_merges_cut_short_at_a_line_are_refused(kept: int, tmp_path: Path) -> None:
+    """No line is odd, and Hugging Face reads them; only tokens that nothing makes tell."""
+    vocab, merges = small_vocabulary()
+    write_vocabulary(tmp_path, vocab, merges[:kept])
+    with pytest.raises(CheckpointError, match="no merge makes the token '.*': the merges are cut"):
+        Tokenizer.from_pretrained(tmp_path)
+
+
+def test_a_token_longer_than_any_text_makes_is_refused(tmp_path: Path) -> None:
+    vocab, merges = small_vocabulary()
+    write_vocabulary(tmp_path, vocab | {"x" * 20_000: 999}, merges)
+    with pytest.raises(CheckpointError, match=r"vocab\.json .*: x+ cannot be a token$") as caught:
+        Tokenizer.from_pretrained(tmp_path)
+    assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -704,6 +721,7 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path, file: str, content: b
         b'{"model": {"vocab": {"a": 0}, "merges": []}}',
         b'{"model": {"vocab": {"a": 0}, "merges": [1, 2]}}',
         b'{"model": {"vocab": {"a": 0}, "merges": [[1, 2]]}}',
+        b'{"model": {"vocab": {"a": 0}, "merges": [{"a": 1, "b": 2}]}}',
         b'{"model": {"vocab": {"a": 0}, "merges": 5}}',
         b'{"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": [5]}',
         b'{"model": {"type": "WordPiece", "vocab": {"[UNK]": 0, "##ing": 1}}}',
