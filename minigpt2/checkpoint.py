@@ -146,7 +146,9 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         write(path)
         return
     path = path.resolve()
-    if path.exists() and not os.access(path, os.W_OK):
+    if path.exists() and not os.access(
+        path, os.W_OK, effective_ids=os.access in os.supports_effective_ids
+    ):
         raise PermissionError(f"Permission denied: {path}")
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     try:

@@ -252,7 +252,7 @@ def test_a_hub_s_name_for_a_file_cannot_lead_out_of_the_cache(
         CheckpointError, match=r"config\.json of someone/tiny: .* gives it the name"
     ):
         hub.find("someone/tiny")
-    assert not [path for path in tmp_path.rglob("*harmed*")]
+    assert not list(tmp_path.rglob("*harmed*"))
 
 
 def test_what_is_not_of_the_sha256_that_the_hub_says_is_deleted(

@@ -273,7 +273,7 @@ def test_ids_and_positions_of_another_kind_are_refused(tiny: GPT2) -> None:
         tiny(torch.tensor([[1.0, 2.0]]))
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     for shape in ((2, 2), (3, 3), (3,), (2, 1)):
-        with pytest.raises(ValueError, match="position_ids are .*, not \\(2, 3\\)"):
+        with pytest.raises(ValueError, match=r"position_ids are .*, not \(2, 3\)"):
             tiny(ids, position_ids=torch.zeros(shape, dtype=torch.int64))
     row = torch.tensor([[5, 6, 7]])
     assert torch.equal(tiny(ids, position_ids=row), tiny(ids, position_ids=row.expand(2, 3)))

@@ -696,7 +696,7 @@ def test_merges_cut_short_at_a_line_are_refused(kept: int, tmp_path: Path) -> No
     """No line is odd, and Hugging Face reads them; only tokens that nothing makes tell."""
     vocab, merges = small_vocabulary()
     write_vocabulary(tmp_path, vocab, merges[:kept])
-    with pytest.raises(CheckpointError, match="no merge makes the token '.*': the merges are cut"):
+    with pytest.raises(CheckpointError, match=r"no merge makes the token '.*': the merges are cut"):
         Tokenizer.from_pretrained(tmp_path)
 
 
