@@ -8,6 +8,7 @@ a step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,8 +19,31 @@ from minigpt2.options import GenerationOptions
 from minigpt2.sampling import FORBIDDEN, NOT_NUMBERS, apply
 from minigpt2.texts import Request, Step, Texts, evaluating
 
-# Added to a score that must not win; finite, since -inf times 0 is not a number.
-IMPOSSIBLE = -1.0e9
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """How texts are scored that may grow to `steps` tokens."""
+
+    options: GenerationOptions
+    steps: int
+
+    @functools.cached_property
+    def impossible(self) -> float:
+        """Added to a score that must not win; finite, since -inf times 0 is not a number.
+
+        Hugging Face's -1e9, times what the options may stretch a score by: with a length_penalty of
+        -2 texts of a thousand tokens come below -1e9, and Hugging Face then returns none.
+        """
+        o = self.options
+        stretch: float = max(1, self.steps ** -float(o.length_penalty), o.repetition_penalty)
+        shrink = min(1, o.temperature) if o.samples else 1
+        return max(-1e9 * stretch / shrink, -1e37)
+
+    def score(self, sums: Tensor, length: int) -> Tensor:
+        """Sums of log-probabilities / length ** length_penalty; never less than impossible."""
+        scores = sums / length ** float(self.options.length_penalty)
+        least = self.impossible / 2
+        return torch.where(sums < least, scores, scores.clamp(min=least))
 
 
 @dataclasses.dataclass
@@ -27,16 +51,22 @@ class Finished:
     """The best finished texts of every prompt so far, best first."""
 
     ids: Tensor  # (B, K, T + steps), filled up behind
-    scores: Tensor  # (B, K): sum of log-probabilities / length ** length_penalty
+    scores: Tensor  # (B, K), by Measure
     ended: Tensor  # (B, K) booleans; False in places still free
     lengths: Tensor  # (B, K): generated tokens, the end of text included
 
     def best_of(self, other: Finished, k: int) -> Finished:
         """The k best of both."""
-        names = [field.name for field in dataclasses.fields(self)]
-        both = [torch.cat([getattr(self, name), getattr(other, name)], dim=1) for name in names]
-        best = torch.cat([self.scores, other.scores], dim=1).topk(k).indices
-        return Finished(*(take(tensor, best) for tensor in both))
+        pairs = zip(self._tensors(), other._tensors(), strict=True)
+        both = Finished(*(torch.cat(pair, dim=1) for pair in pairs))
+        return both.at(both.scores.topk(k).indices)
+
+    def at(self, places: Tensor) -> Finished:
+        """Those that (B, N) places name."""
+        return Finished(*(take(tensor, places) for tensor in self._tensors()))
+
+    def _tensors(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
 def take(tensor: Tensor, index: Tensor) -> Tensor:
@@ -57,9 +87,13 @@ def beam_search(request: Request) -> tuple[Tensor, Tensor]:
     texts = Texts(request)
     with evaluating(request.model):
         finished = _search(texts, request.options, request.generator)
+    # Where fewer texts were found than asked for, the last again; Hugging Face returns empty ones.
+    found = finished.at((~finished.ended).byte().argsort(dim=1, stable=True))
+    last = found.ended.sum(dim=1, keepdim=True).clamp(min=1) - 1  # (B, 1)
     n = request.options.num_return_sequences
-    longest = texts.T + int(finished.lengths[:, :n].max())
-    return finished.ids[:, :n, :longest].flatten(0, 1), finished.scores[:, :n].flatten()
+    finished = found.at(torch.arange(n, device=last.device).minimum(last))
+    longest = texts.T + int(finished.lengths.max())
+    return finished.ids[:, :, :longest].flatten(0, 1), finished.scores.flatten()
 
 
 @torch.inference_mode()
@@ -85,14 +119,15 @@ def _search(
     texts: Texts, options: GenerationOptions, generator: torch.Generator | None
 ) -> Finished:
     B, K = len(texts.ids), options.num_beams
-    finished = _nothing_finished(texts, options)
+    measure = Measure(options, texts.steps)
+    finished = _nothing_finished(texts, measure)
     if texts.steps == 0:
         return finished
     logits = texts.next_logits().repeat_interleave(K, dim=0)  # (B * K, V): each prompt is read once
     texts.select(torch.arange(B, device=logits.device).repeat_interleave(K))
     rules = texts.rules(min_tokens_to_keep=len(texts.eos) + 1 if texts.eos else 2)
     running = torch.zeros(B, K, device=logits.device)  # sums of log-probabilities
-    running[:, 1:] = IMPOSSIBLE  # the beams start alike: the first step chooses within one of them
+    running[:, 1:] = measure.impossible  # beams start alike: the first step chooses within one
     hopeful = torch.ones(B, 1, dtype=torch.bool, device=logits.device)  # running may beat finished
     first_row = K * torch.arange(B, device=logits.device)[:, None]  # (B, 1): of each prompt's beams
     for length in range(1, texts.steps + 1):
@@ -100,11 +135,10 @@ def _search(
         scores, parents, tokens = _candidates(log_probs, running, options, texts.eos, generator)
         ends = torch.isin(tokens, tokens.new_tensor(texts.eos)) | (length == texts.steps)  # (B, N)
         ids = torch.cat([take(texts.ids.view(B, K, -1), parents), tokens[:, :, None]], dim=-1)
-        finished = finished.best_of(
-            _ended(ids, scores, ends, length, finished, hopeful, options), K
-        )
-        running, chosen = (scores + ends * IMPOSSIBLE).topk(K)
-        hopeful = hopeful & _can_improve(running, finished, length, texts.steps, options)
+        ended = _ended(ids, scores, ends, length, finished, hopeful, measure)
+        finished = finished.best_of(ended, K)
+        running, chosen = (scores + ends * measure.impossible).topk(K)
+        hopeful = hopeful & _can_improve(running, finished, length, measure)
         full = bool(finished.ended.all()) and options.early_stopping is True
         if full or not hopeful.any() or ends.all():
             break
@@ -114,13 +148,13 @@ def _search(
     return finished
 
 
-def _nothing_finished(texts: Texts, options: GenerationOptions) -> Finished:
-    B, K = len(texts.ids), options.num_beams
+def _nothing_finished(texts: Texts, measure: Measure) -> Finished:
+    B, K = len(texts.ids), measure.options.num_beams
     # A pad_token_id of 0 counts as none: Hugging Face's `pad or eos`.
-    fill = (options.pad_token_id or texts.eos[0]) if texts.eos else -1
+    fill = (measure.options.pad_token_id or texts.eos[0]) if texts.eos else -1
     ids = F.pad(texts.ids, (0, texts.steps), value=fill)[:, None].repeat(1, K, 1)
     nothing = torch.zeros(B, K, dtype=torch.long, device=ids.device)
-    return Finished(ids, nothing + IMPOSSIBLE, nothing.bool(), nothing)
+    return Finished(ids, nothing + measure.impossible, nothing.bool(), nothing)
 
 
 def _candidates(
@@ -160,15 +194,16 @@ def _ended(
     length: int,
     finished: Finished,
     hopeful: Tensor,
-    options: GenerationOptions,
+    measure: Measure,
 ) -> Finished:
-    """This step's candidates as finished texts; those that may not be one get an IMPOSSIBLE
+    """This step's candidates as finished texts; those that may not be one get an impossible
     score."""
     ended = ends.clone()
-    ended[:, options.num_beams :] = False  # the other candidates only stand by
-    closed = finished.ended.all(dim=-1, keepdim=True) & (options.early_stopping is True)
-    final = scores / length ** float(options.length_penalty)
-    final = final + closed * IMPOSSIBLE + ~hopeful * IMPOSSIBLE + ~ended * IMPOSSIBLE
+    ended[:, measure.options.num_beams :] = False  # the other candidates only stand by
+    closed = finished.ended.all(dim=-1, keepdim=True) & (measure.options.early_stopping is True)
+    final = measure.score(scores, length)
+    for excluded in (closed, ~hopeful, ~ended):
+        final = final + excluded * measure.impossible
     width = finished.ids.shape[-1]
     filler = (
         finished.ids[:, :1, ids.shape[-1] - width :] if ids.shape[-1] < width else ids[:, :1, :0]
@@ -177,17 +212,16 @@ def _ended(
     return Finished(whole, final, ended, torch.full_like(ended, length, dtype=torch.long))
 
 
-def _can_improve(
-    running: Tensor, finished: Finished, length: int, steps: int, options: GenerationOptions
-) -> Tensor:
+def _can_improve(running: Tensor, finished: Finished, length: int, measure: Measure) -> Tensor:
     """(B, 1): whether the best running beam could still displace the worst finished text.
 
     Its sum only falls, but its length may grow: early_stopping="never" reckons with the longest
     text where that helps, False with the present length (a heuristic), True likewise.
     """
-    if options.early_stopping == "never" and options.length_penalty > 0:
-        length = steps
-    best = running[:, :1] / length ** float(options.length_penalty)
-    worst = finished.scores.amin(dim=1, keepdim=True).where(finished.ended, IMPOSSIBLE)  # (B, K)
+    if measure.options.early_stopping == "never" and measure.options.length_penalty > 0:
+        length = measure.steps
+    best = measure.score(running[:, :1], length)
+    worst = finished.scores.amin(dim=1, keepdim=True)
+    worst = worst.where(finished.ended, measure.impossible)  # (B, K)
     improves: Tensor = (best > worst).any(dim=-1, keepdim=True)
     return improves

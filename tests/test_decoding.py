@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import differential
 import pytest
@@ -372,6 +373,22 @@ def test_a_whole_length_penalty_is_as_good_as_any(power: int, tiny: GPT2) -> Non
         for p in (power, float(power))
     )
     assert torch.equal(whole, real)
+    assert whole.shape[1] == 32
+
+
+@pytest.mark.parametrize("eos", [(), (7,)])
+@pytest.mark.parametrize("extreme", [{"length_penalty": -50}, {"temperature": 1e-25}])
+def test_scores_below_all_measure_are_texts_all_the_same(
+    extreme: dict[str, Any], eos: tuple[int, ...], tiny: GPT2
+) -> None:
+    """Texts whose scores leave float32, or come below any constant, still beat having no text."""
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 12, "do_sample": True}
+    out = tiny.generate(torch.tensor([[1, 2]]), eos_token_id=eos, **options, **extreme)
+    assert out.shape[0] == 3
+    assert out.shape[1] > 2
+    assert ((out >= 0) & (out < 199)).all()
+    if not eos:
+        assert out.shape[1] == 14
 
 
 @pytest.mark.parametrize("do_sample", [True, False])
