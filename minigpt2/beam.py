@@ -35,7 +35,8 @@ class Measure:
         -2 texts of a thousand tokens come below -1e9, and Hugging Face then returns none.
         """
         o = self.options
-        stretch: float = max(1, self.steps ** -float(o.length_penalty), o.repetition_penalty)
+        length = max(1, self.steps) ** -float(o.length_penalty)
+        stretch: float = max(1, length, o.repetition_penalty)
         shrink = min(1, o.temperature) if o.samples else 1
         return max(-1e9 * stretch / shrink, -1e37)
 

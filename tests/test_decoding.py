@@ -391,6 +391,16 @@ def test_scores_below_all_measure_are_texts_all_the_same(
         assert out.shape[1] == 14
 
 
+def test_where_beams_find_fewer_texts_the_last_is_repeated(tiny: GPT2) -> None:
+    """Two first tokens pass the rules; Hugging Face fills the other rows up with ids of -1."""
+    ids = torch.tensor([[1, 2], [3, 4]])
+    options = {"do_sample": True, "top_k": 1, "num_beams": 4, "max_new_tokens": 1}
+    out = tiny.generate(ids, eos_token_id=(), num_return_sequences=4, **options)
+    for texts in out.view(2, 4, 3).tolist():
+        assert texts[0] != texts[1]
+        assert texts[2] == texts[3] == texts[1]
+
+
 @pytest.mark.parametrize("do_sample", [True, False])
 def test_beams_with_nothing_left_to_pick_are_an_error(do_sample: bool, tiny: GPT2) -> None:
     everything = [[token_id] for token_id in range(199)]
