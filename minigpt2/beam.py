@@ -35,10 +35,10 @@ class Measure:
         -2 texts of a thousand tokens come below -1e9, and Hugging Face then returns none.
         """
         o = self.options
-        length = max(1, self.steps) ** -float(o.length_penalty)
-        stretch: float = max(1, length, o.repetition_penalty)
-        shrink = min(1, o.temperature) if o.samples else 1
-        return max(-1e9 * stretch / shrink, -1e37)
+        longest = min(max(1, self.steps), 1_000_000)  # so that its 50th power is still a float
+        grown: float = longest ** -float(o.length_penalty)
+        cooled = 1 / min(1.0, float(o.temperature)) if o.samples else 1
+        return max(-1e9 * max(1.0, grown, float(o.repetition_penalty)) * cooled, -1e37)
 
     def score(self, sums: Tensor, length: int) -> Tensor:
         """Sums of log-probabilities / length ** length_penalty; never less than impossible."""

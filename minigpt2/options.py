@@ -99,7 +99,7 @@ RANGES = {
     "temperature": (0, 1e30),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (1e-30, 1e30),
+    "repetition_penalty": (1e-4, 1e4),
     "length_penalty": (-50, 50),
 }
 

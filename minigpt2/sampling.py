@@ -76,7 +76,8 @@ def forbid(scores: Tensor, token_ids: Sequence[int]) -> Tensor:
 def temperature(scores: Tensor, t: float) -> Tensor:
     """Divide by t > 0: below 1 sharpens, above 1 flattens."""
     if t < 1e-30:  # would overflow; shifted so that the highest score is 0, the division cannot
-        return (scores - scores.amax(dim=-1, keepdim=True)) / 1e-30
+        best = scores.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        return (scores - best) / 1e-30
     return scores / t
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import differential
+import numpy as np
 import pytest
 import torch
 from parity import SIZES, harsh_model
@@ -377,7 +378,10 @@ def test_a_whole_length_penalty_is_as_good_as_any(power: int, tiny: GPT2) -> Non
 
 
 @pytest.mark.parametrize("eos", [(), (7,)])
-@pytest.mark.parametrize("extreme", [{"length_penalty": -50}, {"temperature": 1e-25}])
+@pytest.mark.parametrize(
+    "extreme",
+    [{"length_penalty": -50}, {"temperature": np.float32(1e-25)}, {"temperature": 1e-320}],
+)
 def test_scores_below_all_measure_are_texts_all_the_same(
     extreme: dict[str, Any], eos: tuple[int, ...], tiny: GPT2
 ) -> None:

@@ -89,6 +89,8 @@ def test_a9_tiny_temperatures_are_argmax_without_nan() -> None:
     assert sampling.temperature(scores, 0.5)[0, :3].tolist() == [6.0, 4.0, 2.0]
     tie = sampling.temperature(torch.tensor([[3.0, 3.0, 1.0]]), 1e-40).softmax(-1)
     assert tie.tolist() == [[0.5, 0.5, 0.0]]
+    nothing = torch.full((1, 3), -math.inf)
+    assert torch.equal(sampling.temperature(nothing, 1e-40), nothing)  # to be named as forbidden
 
 
 def test_a10_top_k_keeps_ties_and_clamps() -> None:
